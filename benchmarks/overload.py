@@ -15,7 +15,7 @@ from benchmarks.report import MB, Result, Target, progress
 from testkit.memory import pss
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client.client import Pending
+from weightd.client import Pending
 from weightd.protocol.errors import ResourceExhausted
 
 WORKERS = 2

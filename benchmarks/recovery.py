@@ -17,7 +17,7 @@ from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
 from testkit.service import Service
-from weightd.client.client import Pending
+from weightd.client import Pending
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.status import ProcessStatus, StatusResponse
 

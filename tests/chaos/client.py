@@ -26,9 +26,8 @@ from unittest import mock
 import msgpack
 
 from testkit import users
-from weightd.client import Client, RequestError, WeightdError
+from weightd.client import Client, Pending, RequestError, WeightdError
 from weightd.client import session as client_session
-from weightd.client.client import Pending
 from weightd.client.core import Call, ClientCore
 from weightd.client.core import Question as Asking
 
@@ -78,7 +77,7 @@ class _CountingCore(ClientCore):
     def infer(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         timeout: float,
         outputs: Sequence[str] | None = None,
         out: Mapping[str, Any] | None = None,

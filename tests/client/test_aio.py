@@ -48,10 +48,12 @@ def test_it_has_the_methods_of_the_other_one() -> None:
         return {
             name: (inspect.signature(each).parameters if callable(each) else None)
             for name, each in vars(cls).items()
-            if not name.startswith("_") and name != "submit"
+            if not name.startswith("_") and name not in ("submit", "map")
         }
 
     assert methods(AsyncClient) == methods(Client)
+    # It takes inputs that are waited for, too.
+    assert list(inspect.signature(AsyncClient.map).parameters) == list(inspect.signature(Client.map).parameters)
 
 
 def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:

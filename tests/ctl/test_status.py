@@ -171,6 +171,12 @@ def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> Non
     ]
 
 
+def test_a_loading_model_shows_how_long_it_still_takes() -> None:
+    far = replace(LOADING.generations[0], done=0.437, left_s=18.0)
+    shown = "  generation 1 on cpu: attaching 3/8, 43 %, about 20 s left, sha256 abababababab"
+    assert shown in lines(replace(LOADING, generations=(far,)))
+
+
 def test_what_is_wrong_with_the_configuration_comes_first() -> None:
     assert render(replace(response(), note="c: not TOML"), 0).splitlines()[1:3] == ["  note: c: not TOML", ""]
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.load import Config
 from weightd.daemon.continuity import handover
@@ -19,7 +20,8 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.observe.memory import Memory
 from weightd.daemon.server import Server
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
-from weightd.protocol.errors import RequestError, Unavailable
+from weightd.protocol.errors import RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.messages.journal import Logs, LogsResponse
 from weightd.protocol.messages.status import StatusResponse
 
 
@@ -147,6 +149,34 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
     for number in range(16):
         server.ask_status(b"greedy", str(number), viewer)
     assert refused == [(b"greedy", "15", "RESOURCE_EXHAUSTED")]
+
+
+def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
+    server = begun(path)
+    (tmp_path / "m.1").mkdir()
+    for name in ("holder", "w1"):
+        (tmp_path / "m.1" / f"m.1.{name}.log").write_text(name)
+    told: list[tuple[bytes, LogsResponse]] = []
+
+    def tell_logs(client: bytes, response: LogsResponse) -> None:
+        told.append((client, response))
+
+    server._frontend = SimpleNamespace(tell_logs=tell_logs)
+    server._backend = SimpleNamespace(files={"m.1": GenerationFiles(tmp_path / "m.1")})
+    generations = [SimpleNamespace(label=f"m.{number}", number=number) for number in (1, 2)]
+    server._fleet.models["m"] = SimpleNamespace(generations=generations)
+    for number in range(4):
+        server.ask_logs(b"c", Logs(str(number), "m"))
+    with pytest.raises(ResourceExhausted):
+        server.ask_logs(b"c", Logs("4", "m"))
+    server._read_log()
+    assert told == []
+    for _ in range(7):
+        server._read_log()
+    assert [(client, each.id, len(each.logs)) for client, each in told] == [(b"c", str(each), 2) for each in range(4)]
+    assert server._tails == []
 
 
 def test_who_may_not_see_others_is_told_at_once_and_nothing_is_measured_for_it(tmp_path: Path) -> None:

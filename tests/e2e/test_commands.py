@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -76,6 +77,11 @@ def test_run_serves_one_model_without_a_configuration(
         with daemon.client(place.address) as client:
             ask_all(client, "two_inputs", bare.questions(path, pairs((2, 1))))
             daemon.wait_for("two_inputs.1: serving")
+            daemon.wait_for("it serves; to ask it: ")
+            said = (tmp_path / "log").read_text("utf-8").partition("it serves; to ask it: ")[2].splitlines()[0]
+            command = [str(SCRIPTS / "weightctl"), *shlex.split(said)[1:]]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
             [model] = client.status().models
             assert sum(each.role == "worker" for each in model.generations[0].processes) == 2
         assert daemon.end(signal.SIGINT) == 0

@@ -74,8 +74,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, keys: Path, address: str) 
 
 
 def client(address: str, keys: Path, name: str, server: str = "lan", tenant: str | None = None) -> Client:
-    files = {"key": keys / f"{name}.key", "server_key": keys / f"{server}.pub"}
-    return Client(address, timeout=LIMIT_S, tenant=tenant, **files)
+    key, server_key = keys / f"{name}.key", keys / f"{server}.pub"
+    return Client(address, timeout=LIMIT_S, tenant=tenant, key=key, server_key=server_key)
 
 
 @pytest.mark.usefixtures("service")

@@ -41,6 +41,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, RequestDescription, TensorSpec
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -72,6 +73,8 @@ MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
     ([ModelMetadata("1", MODEL)], ModelMetadataResponse, "FP32"),
     ([Status("1")], StatusResponse, MODEL),
     ([Metrics("1")], MetricsResponse, MODEL),
+    ([Events("1")], EventsResponse, "listens on"),
+    ([Logs("1", MODEL)], LogsResponse, "tiny.1."),
     ([Update("1", MODEL, "{other}")], UpdateResponse, "(2,)"),
     ([Reload("1")], ReloadResponse, "changed=()"),
 )
@@ -95,8 +98,12 @@ WEIGHTCTL = {
     "status": Use("", 75, "tiny: SERVING"),
     "metrics": Use("", 0, 'weightd_ready{model="tiny"} 1'),
     "top": Use("-d 0.2", 0, "MODEL "),
+    "models": Use("", 0, "tiny    serving"),
+    "metadata": Use("tiny", 0, "predict tiny --random"),
     "health": Use("tiny", 0, "ready"),
     "predict": Use("tiny --input x={row}", 0, "y: FP32 [1, 64]"),
+    "events": Use("tiny", 0, "tiny.1: serving"),
+    "logs": Use("tiny", 0, ".w1: "),
     "bench": Use("tiny --in-flight 1,8 --seconds 1", 0, "REQUESTS/s"),
     "advise": Use("tiny --rows 8 --seconds 0.5", 0, "equal"),
     "update": Use("tiny {other}", 0, "tiny"),
@@ -162,7 +169,7 @@ def test_who_speaks_zeromq_asks_and_looks_and_does_not_operate(service: Service,
         peer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         peer.connect(service.zmq_address)
         for sent, kind, words in MESSAGES:
-            operates = isinstance(sent[0], (Update, Reload))
+            operates = isinstance(sent[0], (Logs, Update, Reload))
             for message in sent:
                 tensors = [ROW] if isinstance(message, Infer) else []
                 peer.send_multipart([*encode(filled(message, names)), *tensors])

@@ -63,16 +63,16 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_it_needs_python_37_and_three_packages_and_has_five_extras(wheel: Path) -> None:
+def test_it_needs_python_37_and_three_packages_and_has_six_extras(wheel: Path) -> None:
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
     assert fields["License-Expression"] == "Apache-2.0"
     requirements = [str(each) for each in fields.get_all("Requires-Dist", [])]
     core = sorted(each.partition(">")[0].strip() for each in requirements if "extra ==" not in each)
     assert core == ["msgpack", "numpy", "pyzmq"]
-    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", *ENGINES]
+    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", "images", *ENGINES]
     extras = [each for each in requirements if "extra ==" in each]
-    needed = {"aiohttp", "grpcio", "protobuf", "tomli", *ENGINES}
+    needed = {"aiohttp", "grpcio", "pillow", "protobuf", "tomli", *ENGINES}
     assert {each.partition(">")[0] for each in extras} == needed
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 

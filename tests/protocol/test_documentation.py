@@ -16,7 +16,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS, RemoteProtocolError
-from weightd.protocol.messages import accounts, control, findings, metrics, ranks, regions, status
+from weightd.protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
 from weightd.protocol.messages import children as worker_messages
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
@@ -37,7 +37,7 @@ CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
 MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHAPTERS.values() for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, metrics, accounts, findings, ranks, worker_messages)
+    for module in (messages, regions, control, status, journal, metrics, accounts, findings, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls) and cls not in MESSAGES.values()
 }
@@ -160,7 +160,7 @@ def test_each_question_is_there_with_the_codes_that_it_may_end_in_and_whether_it
         named = codes.split(", ")
         assert named in (["none"], [code for code in ERRORS if code in named])
     again = {tag for row in rows(SECTION["When the connection is lost"]) for tag in re.findall(r"`(\w+)`", row[0])}
-    assert {"infer", "cancel", "status", "metrics", "update", "reload"} == again <= {*FROM_CLIENT}
+    assert {"infer", "cancel", "status", "metrics", "events", "logs", "update", "reload"} == again <= {*FROM_CLIENT}
 
 
 def test_each_datatype_is_there_with_its_size() -> None:

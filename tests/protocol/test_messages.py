@@ -21,7 +21,7 @@ from hypothesis.strategies import SearchStrategy
 from weightd.protocol import limits
 from weightd.protocol.codec import clip, decode, encode
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd.protocol.messages import accounts, control, findings, metrics, ranks, regions, status
+from weightd.protocol.messages import accounts, control, findings, journal, metrics, ranks, regions, status
 from weightd.protocol.messages import children as worker_messages
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
@@ -39,7 +39,7 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, metrics, accounts, findings, ranks, worker_messages)
+    for module in (messages, regions, control, status, journal, metrics, accounts, findings, ranks, worker_messages)
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }
@@ -117,6 +117,12 @@ def a_number() -> Domain:
     return Domain([0, 0.0, 5e-324, 1.7e308, 2**64 - 1], bad, st.floats(0, 1e308) | st.integers(0, 2**53))
 
 
+def a_number_up_to(high: str) -> Domain:
+    most = float(high)
+    bad = [-1, -1e-300, most + 1e-9, float("nan"), float("inf"), True, "0", None]
+    return Domain([0, 0.0, 5e-324, most, int(most)], bad, st.floats(0, most) | st.integers(0, int(most)))
+
+
 def a_record(name: str) -> Domain:
     required: Dict[str, SearchStrategy[Any]] = {}
     optional: Dict[str, SearchStrategy[Any]] = {}
@@ -146,6 +152,7 @@ MAKERS: Sequence[Tuple[Pattern[str], Callable[..., Domain]]] = (
     (re.compile(r"one of (.*)"), one_of),
     (re.compile(r"boolean"), a_boolean),
     (re.compile(r"number of at least 0"), a_number),
+    (re.compile(r"number of at least 0 and at most (\d+)"), a_number_up_to),
     (re.compile(r"(\w+)"), a_record),
 )
 
@@ -394,9 +401,9 @@ def replaced(message: Any, path: Path, value: Any) -> Any:
 
 
 def test_the_largest_messages_fit_in_a_header() -> None:
-    """But for the answers to `status` and `metrics`, whose bound is another, nothing legal is too large to be sent."""
+    """But for answers that have a bound of their own, or as much as has room, nothing legal is too large to be sent."""
     for tag, cls in ALL.items():
-        if tag not in ("status_response", "metrics_response"):
+        if tag not in ("status_response", "metrics_response", "logs_response", "events_response"):
             is_a_childs = tag in worker_messages.FROM_CHILD or tag in worker_messages.TO_CHILD
             bound = limits.MAX_CHILD_HEADER_BYTES if is_a_childs else limits.MAX_HEADER_BYTES
             sent = frames(tag, coherent(largest(cls.__name__)))

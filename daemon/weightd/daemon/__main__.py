@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -83,7 +84,18 @@ def _run(options: argparse.Namespace) -> int:
         for problem in error.problems:
             logs.complain(_of_argument(problem, name))
         return exits.USAGE
-    return Server(config, one_shot=True, zygote=options.zygote).run()
+    return Server(config, one_shot=_command(config.daemon.socket, name), zygote=options.zygote).run()
+
+
+def _command(socket: str, model: str) -> str:
+    """Return what asks a model, for who copies it into another terminal."""
+    where = [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _for_clients(socket)]
+    return shlex.join(["weightctl", *where, "predict", model, "--random"])
+
+
+def _for_clients(socket: str) -> str:
+    """How clients call it: with a path they take the unix socket beside it, if they can."""
+    return socket.removeprefix("ipc://")
 
 
 def _of_argument(problem: str, name: str) -> str:
@@ -148,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
         help="serve the models of a configuration file",
         description=(
             "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no "
-            "file but the accounts of tenants, unless a service manager is to restart it: then its processes wait for "
+            "file but what was counted, unless a service manager is to restart it: then its processes wait for "
             "the next one. A second signal waits for no request. SIGHUP reads the configuration again: new models "
             "load, changed ones are loaded beside what serves and take over, removed ones finish and leave; a file "
             "that is wrong changes nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended "
@@ -169,7 +181,8 @@ def parser() -> argparse.ArgumentParser:
         "run",
         help="serve one model, without a configuration file",
         description=(
-            "Serves one model until Ctrl-C, for a first look. Ends with status 1 if the model cannot be served."
+            "Serves one model until Ctrl-C, for a first look, and says how to ask it once it serves. Ends with status "
+            "1 if the model cannot be served."
         ),
     )
     run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import zmq
 
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.meter import Copied
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
@@ -33,7 +35,9 @@ from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
+from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
@@ -45,14 +49,17 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change, Fleet
 from weightd.daemon.models.household import Households
 from weightd.daemon.models.model import Model
+from weightd.daemon.models.pace import PaceFigures
 from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
+from weightd.daemon.observe.loading import Loading
 from weightd.daemon.observe.memory import Copy, Found, Memory, copies
 from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
 from weightd.daemon.observe.status import Subject, report
 from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.observe.tails import Tails
 from weightd.daemon.requests.blame.suspects import Known
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.scrapes.page import Page
@@ -63,6 +70,7 @@ from weightd.daemon.tenants.directory import Directory
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
@@ -79,6 +87,9 @@ _SHARE_OF_MEMORY = 4
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
 
+# Few may ask for logs, and each question may read a megabyte.
+_MAX_TAILS = 4
+
 
 class Server:
     """Runs the models of one configuration.
@@ -87,7 +98,8 @@ class Server:
         config: what to serve, and where.
         file: that it comes from, to be read again on SIGHUP.
         manager: who is told how it goes, and passes sockets and the keeper on from one daemon to the next.
-        one_shot: end when a model fails instead of serving the others (`weightd run`).
+        one_shot: end when a model fails instead of serving the others (`weightd run`); it is what asks the model, to be
+            told once that serves. "": go on.
         zygote: makes its gates; None to start one then.
     """
 
@@ -97,7 +109,7 @@ class Server:
         file: ConfigFile | None = None,
         manager: Manager | None = None,
         *,
-        one_shot: bool = False,
+        one_shot: str = "",
         zygote: Zygote | None = None,
     ) -> None:
         self._config = config
@@ -111,6 +123,7 @@ class Server:
         self._suspects = Known()
         self._clocks = Clocks()
         self._one_shot = one_shot
+        self._has_told = False
         self._zygote = zygote
         self._loop = Loop()
         self._households = Households()
@@ -121,15 +134,20 @@ class Server:
         self._totals = Totals(lambda: self._frontend.dropped)
         self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
+        self._loading = Loading(self._copied)
         books = {
             "account": Entry(self._accounts, Figures),
             "model": Entry(self._meters, MeterFigures),
             "daemon": Entry(self._totals, TotalFigures),
+            "load": Entry(self._loading, PaceFigures),
         }
         self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
         self._surveys: list[Survey] = []
         self._measured = Measured()
         self._memory = Memory()
+        self._tails: list[Tails] = []
+        self._happened = Happened()
+        self._has_changed = True
         self._started = time.monotonic()
         self._shutdown = Shutdown()
         self._scrapes: Scrapes | None = None
@@ -148,6 +166,7 @@ class Server:
             claim(self._config.daemon, kept=kept),
             listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
             signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
+            self._happened.listening(),
         ):
             if kept:
                 self._keeping = Keeping(self._manager, self._config.daemon)
@@ -176,7 +195,7 @@ class Server:
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._look_soon)
+        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._on_change)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
         self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, access=self._access)
@@ -281,6 +300,11 @@ class Server:
     def _finished(self) -> bool:
         return self._shutdown.ending and (self._keeping is not None or self._backend.is_empty)
 
+    def _on_change(self) -> None:
+        """A generation, or a child, is not what it was."""
+        self._has_changed = True
+        self._look_soon()
+
     def _look_soon(self) -> None:
         """Something has changed, and that is more than a request."""
         self._loop.soon(self._look)
@@ -290,18 +314,39 @@ class Server:
         now = time.monotonic()
         if self._fleet.changing:
             self._fleet.settle(now)
+        if self._has_changed:
+            self._look_at_loads(now)
         if self._manager.there and self._backend.take_changed():
             self._record()
             self._announce(now)
         # The next daemon knows of it now, too.
         self._frontend.tell_recorded()
-        if self._one_shot and self._any_failed():
-            self._stop(now)
+        if self._one_shot:
+            self._look_once(now)
         if self._shutdown.finishing and self._idle():
             self._end(now)
         if self._finished():
             self._loop.stop()
         self._loop.each_turn(self._look if self._fleet.changing or self._shutdown.begun else None)
+
+    def _copied(self, model: str, source: Source) -> Copied | None:
+        return self._backend.copied(model, source)
+
+    def _look_at_loads(self, now: float) -> None:
+        self._has_changed = False
+        self._loading.look(self._fleet.everyone(), now)
+
+    def _look_once(self, now: float) -> None:
+        """There is one model, for a first look at it."""
+        if self._any_failed():
+            self._stop(now)
+        if (
+            not self._shutdown.begun
+            and not self._has_told
+            and all(each.complete for each in self._fleet.models.values())
+        ):
+            self._has_told = True
+            _log.info("it serves; to ask it: %s", self._one_shot)
 
     def _tell_manager(self, now: float) -> None:
         """It is time for a sign of life; the next daemon comes first."""
@@ -317,7 +362,11 @@ class Server:
     def _announce(self, now: float) -> None:
         if self._shutdown.begun:
             return
-        self._manager.notify(*self._herald.look(self._fleet.models.values(), now, self._note))
+        self._look_at_loads(now)
+        models = self._fleet.models.values()
+        self._manager.notify(
+            *self._herald.look(models, now, self._note, lambda each: self._loading.told(each.label, now))
+        )
         self._sign.set(self._herald.next_event)
         if self._herald.failed(self._fleet.models.values()):
             _log.error("a required model has failed")
@@ -511,6 +560,28 @@ class Server:
         if self._surveys:
             self._loop.soon(self._measure)
 
+    def events(self, question: Events) -> EventsResponse:
+        """Return what has happened."""
+        return self._happened.answer(question)
+
+    def ask_logs(self, client: bytes, question: Logs) -> None:
+        """A client wants to know what the processes of a model have said: it is told once that has been read."""
+        if len(self._tails) == _MAX_TAILS:
+            raise ResourceExhausted(f"{_MAX_TAILS} questions for logs are being answered")
+        generations = self._fleet.models[question.model_name].generations
+        files = self._backend.files
+        there = {each.number: files[each.label] for each in generations if each.label in files}
+        self._tails.append(Tails(client, question, there))
+        self._loop.soon(self._read_log)
+
+    def _read_log(self) -> None:
+        """Read one file more."""
+        if self._tails[0].step():
+            tails = self._tails.pop(0)
+            self._frontend.tell_logs(tails.client, tails.answer)
+        if self._tails:
+            self._loop.soon(self._read_log)
+
     def _own_pids(self) -> list[int]:
         keeper = [] if self._keeping is None else [self._keeping.pid]
         return [os.getpid(), *keeper, *self._gates.pids]
@@ -519,7 +590,8 @@ class Server:
         return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
 
     def _answer_status(self, survey: Survey) -> None:
-        backend = self._backend
+        backend, now = self._backend, time.monotonic()
+        self._look_at_loads(now)
         subject = Subject(
             self._fleet.models.values(),
             self._devices.values(),
@@ -534,6 +606,7 @@ class Server:
             backend.fork_servers,
             self._tenants.known if self._tenants.tells_apart else (),
             self._accounts,
+            functools.partial(self._loading.share, now=now),
         )
         self._frontend.tell_status(survey.client, report(survey, *self._standing(), subject))
 

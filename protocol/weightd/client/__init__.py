@@ -16,7 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weightd.client.client import Client, Pending
+from weightd.client.client import Client
+from weightd.client.model import AsyncModel, Model, PendingOutput
+from weightd.client.pending import Pending
+from weightd.client.retry import Retry
 from weightd.client.session import ClientClosed, WrongProcess
 from weightd.protocol.errors import (
     Cancelled,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "AsyncModel",
     "Cancelled",
     "Client",
     "ClientClosed",
@@ -46,12 +50,15 @@ __all__ = [
     "FailedPrecondition",
     "Internal",
     "InvalidArgument",
+    "Model",
     "NotFound",
     "Pending",
+    "PendingOutput",
     "PermissionDenied",
     "ProtocolError",
     "RequestError",
     "ResourceExhausted",
+    "Retry",
     "Unauthenticated",
     "Unavailable",
     "WeightdError",

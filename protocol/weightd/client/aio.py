@@ -5,16 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import abc
 from functools import partial
 from types import TracebackType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    cast,
+)
 
-from weightd.client import curve
+from weightd.client import aioflow, curve, flow
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
 from weightd.client.curve import KeyFile
+from weightd.client.inputs import Untyped, typed
+from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
+from weightd.client.retry import Attempts, Retry
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
-from weightd.protocol.errors import WeightdError
+from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
@@ -23,12 +45,24 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import InferResponse
+from weightd.protocol.messages.journal import EventsResponse, LogsResponse
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from weightd.client.inputs import Inputs
+
+T = TypeVar("T")
 
 
 class WrongLoop(WeightdError):
     """An AsyncClient is connected in one event loop, and used in another one. Make one for each: they are cheap."""
+
+
+class _Rested(WeightdError):
+    """A pause is over."""
 
 
 class AsyncClient:
@@ -49,6 +83,7 @@ class AsyncClient:
         tenant: as `Client`.
         key: as `Client`.
         server_key: as `Client`.
+        retry: as `Client`.
 
     Raises:
         InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
@@ -62,7 +97,9 @@ class AsyncClient:
         tenant: Optional[str] = None,
         key: Optional[KeyFile] = None,
         server_key: Optional[KeyFile] = None,
+        retry: Optional[Retry] = None,
     ) -> None:
+        self._retry = retry
         self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         self._loop: Optional[asyncio.AbstractEventLoop] = None
@@ -91,49 +128,125 @@ class AsyncClient:
         """Return a new numpy array of any content, in memory that the daemon's workers see: as `Client.empty`."""
         return self._core.sharing.arena.empty(tuple(shape), dtype)
 
+    def model(
+        self,
+        name: str,
+        *,
+        outputs: Optional[Sequence[str]] = None,
+        timeout: Optional[float] = None,
+        priority: Optional[int] = None,
+    ) -> AsyncModel:
+        """Return a model as a function, whose calls are awaited: as `Client.model`."""
+        options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
+        return AsyncModel(
+            name,
+            partial(self.infer, name, **options),
+            partial(self.map, name, **options),
+            partial(self.metadata, name),
+        )
+
     async def infer(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Inputs,
         *,
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
-    ) -> Dict[str, Any]:
+    ) -> Dict[str, NDArray[Any]]:
         """Run `model` on `inputs` and return its outputs: as `Client.infer`.
 
         The arrays must not be changed before the answer has come: large ones are not copied.
         """
+        if self._retry is not None and out is None:
+            # An `out`, be it an empty one, is for one attempt.
+            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return await self._retrying(lambda left: once(timeout=left), timeout)
         seconds, more = self._begin(timeout)
         deadline = time.monotonic() + seconds
-        question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        try:
+            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        except Untyped:
+            question = None
+        if question is None:
+            named, seconds = await self._typed(model, inputs, deadline, more)
+            question = self._core.infer(model, named, seconds, outputs, out, priority)
         answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
         return answer
 
+    def map(
+        self,
+        model: str,
+        inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]],
+        *,
+        in_flight: int = DEFAULT_IN_FLIGHT,
+        outputs: Optional[Sequence[str]] = None,
+        timeout: Optional[float] = None,
+        priority: Optional[int] = None,
+    ) -> AsyncGenerator[Dict[str, NDArray[Any]], None]:
+        """Run `model` on each of `inputs`, several at a time; give the outputs of each, in order: as `Client.map`.
+
+        Inputs are waited for beside the outputs, so that one may depend on outputs of an earlier one.
+        """
+        flow.check(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
+        options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
+        return aioflow.answers(partial(self.infer, model, **options), inputs, in_flight)
+
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""
-        answer: ReadyResponse = await self._ask(self._core.ready(model), timeout)
+        answer: ReadyResponse = await self._ask(partial(self._core.ready, model), timeout)
         return answer
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives: as `Client.metadata`."""
-        answer: ModelMetadataResponse = await self._ask(self._core.model_metadata(model), timeout)
+        answer: ModelMetadataResponse = await self._ask(partial(self._core.model_metadata, model), timeout)
         return answer
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models: as `Client.server`."""
-        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata(), timeout)
+        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata, timeout)
         return answer
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
-        answer: StatusResponse = await self._ask(self._core.status(), timeout)
+        answer: StatusResponse = await self._ask(self._core.status, timeout)
         return answer
 
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return what the daemon has counted: as `Client.metrics`."""
-        answer: MetricsResponse = await self._ask(self._core.metrics(), timeout)
+        answer: MetricsResponse = await self._ask(self._core.metrics, timeout)
+        return answer
+
+    async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
+        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
+
+        Args:
+            after: 0 for all that the daemon still knows.
+            model: its name; "" for whatever has happened.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: EventsResponse = await self._ask(partial(self._core.events, after, model), timeout)
+        return answer
+
+    async def logs(
+        self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None
+    ) -> LogsResponse:
+        """Return the ends of what the processes of a model have written. Only who may operate is told.
+
+        Args:
+            model: the model's name.
+            process: the name of one of them, as the status has it; "" for all.
+            lines: the most of each.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: LogsResponse = await self._ask(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     async def update(
@@ -146,13 +259,13 @@ class AsyncClient:
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
         """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
-        question = self._core.update(model, path, weights, rollback=rollback)
-        answer: UpdateResponse = await self._ask(question, timeout)
+        question = partial(self._core.update, model, path, weights, rollback=rollback)
+        answer: UpdateResponse = await self._once(question, timeout)
         return answer
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again: as `Client.reload`."""
-        answer: ReloadResponse = await self._ask(self._core.reload(), timeout)
+        answer: ReloadResponse = await self._ask(self._core.reload, timeout)
         return answer
 
     async def close(self) -> None:
@@ -167,8 +280,7 @@ class AsyncClient:
         self._notify()
 
     async def __aenter__(self) -> AsyncClient:
-        seconds, _ = self._begin(None)
-        await self._make_ready(time.monotonic() + seconds)
+        await self._retrying(self._open, None)
         return self
 
     async def __aexit__(
@@ -194,16 +306,58 @@ class AsyncClient:
         self._running_loop()
         return self._session.patience_of(timeout)
 
-    async def _ask(self, question: Question, timeout: Optional[float]) -> Any:
+    async def _open(self, timeout: Optional[float]) -> None:
+        await self._make_ready(time.monotonic() + self._begin(timeout)[0])
+
+    async def _ask(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
+        return await self._retrying(partial(self._once, question), timeout)
+
+    async def _once(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
         seconds, more = self._begin(timeout)
         deadline = time.monotonic() + seconds
-        return await self._answer(question, deadline, deadline + more)
+        return await self._answer(question(), deadline, deadline + more)
+
+    async def _typed(self, model: str, inputs: Inputs, deadline: float, more: float) -> Tuple[Dict[str, Any], float]:
+        """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
+        named = self._core.typed(model, inputs)
+        if named is None:
+            question = self._core.asking(model)
+            try:
+                takes: ModelMetadataResponse = await self._answer(question, deadline, deadline + more)
+            except BaseException as error:
+                self._core.not_asked(question, error)
+                raise
+            named = typed(inputs, model, takes.inputs)
+        return named, deadline - time.monotonic()
+
+    async def _retrying(self, ask: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
+        """Return what `ask` does within so many seconds, by further attempts where those may help."""
+        if self._retry is None:
+            return await ask(timeout)
+        attempts = Attempts(self._retry, self._begin(timeout)[0])
+        while True:
+            try:
+                return await ask(attempts.left())
+            except RequestError as error:
+                pause = attempts.pause_after(error)
+                if pause is None:
+                    raise
+            await self._rest(pause)
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait for so long, if the client is not closed meanwhile."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(_Rested):
+            while True:
+                self._session.check()
+                await self._until_changed(end, _Rested)
 
     async def _answer(self, question: Question, deadline: float, last: float) -> Any:
         """Send until the deadline, and wait for the answer until the last moment."""
         call, frames = question
         try:
-            await self._send(frames, deadline, call)
+            if frames:
+                await self._send(frames, deadline, call)
             if not call.done:
                 ended = self._running_loop().create_future()
                 call.when_done(partial(_end, ended, in_time=True))

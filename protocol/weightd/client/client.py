@@ -5,19 +5,38 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections import abc
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any, Callable, Dict, Generator, Mapping, Optional, Sequence, Tuple, Type, cast
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Dict,
+    Generator,
+    Iterable,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    cast,
+)
 
-from weightd.client import curve
+from weightd.client import curve, flow
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
 from weightd.client.curve import KeyFile
+from weightd.client.inputs import Untyped, typed
+from weightd.client.model import DEFAULT_IN_FLIGHT, Model
+from weightd.client.pending import Pending
+from weightd.client.retry import Attempts, Retry
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
-from weightd.protocol.errors import Unavailable
+from weightd.protocol.errors import RequestError, Unavailable
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
@@ -25,46 +44,16 @@ from weightd.protocol.messages.control import (
     ServerMetadataResponse,
     UpdateResponse,
 )
+from weightd.protocol.messages.journal import EventsResponse, LogsResponse
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.messages.status import StatusResponse
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-class Pending:
-    """A request under way. Its answer is fetched with `result`, in any order; without a Pending, it is dropped."""
+    from weightd.client.inputs import Inputs
 
-    __slots__ = ("_cancel", "_poll", "_wait")
-
-    def __init__(
-        self, wait: Callable[[], Dict[str, Any]], poll: Callable[[], bool], cancel: Callable[[], None]
-    ) -> None:
-        self._wait = wait
-        self._poll = poll
-        self._cancel = cancel
-
-    def done(self) -> bool:
-        """Whether the request has ended, in an answer or in an error; never waits."""
-        return self._poll()
-
-    def cancel(self) -> None:
-        """Take the request back, if it has not ended: no worker begins with it, and `result` raises `Cancelled`.
-
-        An answer that is on its way already may still come, and counts.
-
-        Raises:
-            DeadlineExceeded: it could not be sent within the client's timeout: the daemon reads nothing.
-        """
-        self._cancel()
-
-    def result(self) -> Dict[str, Any]:
-        """Wait for the answer until the deadline that `submit` was given.
-
-        Returns:
-            The outputs by name: numpy arrays, read-only.
-
-        Raises:
-            RequestError: the request ended in an error; one subclass for each code of the wire.
-        """
-        return self._wait()
+T = TypeVar("T")
 
 
 class Client:
@@ -82,6 +71,8 @@ class Client:
         tenant: for whom it asks, where that is another than its own: the daemon knows for whom it may (`acts_for`).
         key: the file with its secret key, for a listener with CURVE: `weightctl keygen` writes it.
         server_key: the file with the public key of that listener.
+        retry: how calls are made again that ended in what may pass; without it, none is. An `update` never is, nor
+            what is sent by `submit` or with `out`.
 
     Raises:
         InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
@@ -99,7 +90,9 @@ class Client:
         tenant: Optional[str] = None,
         key: Optional[KeyFile] = None,
         server_key: Optional[KeyFile] = None,
+        retry: Optional[Retry] = None,
     ) -> None:
+        self._retry = retry
         self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         # A signal's handler may close the client wherever its thread is.
@@ -112,9 +105,7 @@ class Client:
             raise Unavailable(f"cannot make a pipe: {error.strerror}") from None
         self._poller = self._waker.poller(())
         self._connects = False
-        deadline = monotonic() + timeout
-        with self._lock:
-            self._connect(deadline)
+        self._retrying(self._open, None)
 
     @property
     def address(self) -> str:
@@ -139,22 +130,42 @@ class Client:
         """
         return self._core.sharing.arena.empty(tuple(shape), dtype)
 
+    def model(
+        self,
+        name: str,
+        *,
+        outputs: Optional[Sequence[str]] = None,
+        timeout: Optional[float] = None,
+        priority: Optional[int] = None,
+    ) -> Model:
+        """Return a model as a function, of which each call is one of `infer` with these arguments. Asks nobody."""
+        options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
+        return Model(
+            name,
+            partial(self.infer, name, **options),
+            partial(self.submit, name, **options),
+            partial(self.map, name, **options),
+            partial(self.metadata, name),
+        )
+
     def infer(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Inputs,
         *,
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
-    ) -> Dict[str, Any]:
+    ) -> Dict[str, NDArray[Any]]:
         """Run `model` on `inputs` and return its outputs.
 
         Args:
             model: the model's name in the daemon's configuration.
-            inputs: an array for each input, by name; anything that `numpy.asarray` takes. Datatype, rank and fixed
-                dimensions must be the model's (see `metadata`): nothing is converted in silence.
+            inputs: an array for each input by its name, or an array alone where the model has one input; anything with
+                a datatype that `numpy.asarray` takes. Datatype, rank and fixed dimensions must be the model's (see
+                `metadata`): no array is converted. Numbers, and lists of numbers, become arrays of the model's
+                datatype: each value as it is, or none. What the model takes is asked for once, if that has to be known.
             outputs: the names of those that are wanted; all where it is None.
             out: numpy arrays to be filled with outputs, by name, of their dtype and shape. If the call does not end in
                 an answer, a worker may write there some time later.
@@ -168,20 +179,30 @@ class Client:
 
         Raises:
             RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
-                where the connection is lost; the request may have been run then, and nothing is sent again.
+                where the connection is lost; the request may have been run then, and is not sent again without `retry`.
             ProtocolError: one side broke the protocol: versions that do not fit.
             WrongProcess, ClientClosed: the client must not be used here, or no longer.
         """
+        if self._retry is not None and out is None:
+            # An `out`, be it an empty one, is for one attempt.
+            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return self._retrying(lambda left: once(timeout=left), timeout)
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        call = self._send(self._core.infer(model, inputs, seconds, outputs, out, priority), deadline)
-        answer: Dict[str, Any] = self._wait(call, deadline + more)
+        try:
+            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        except Untyped:
+            question = None
+        if question is None:
+            named, seconds = self._typed(model, inputs, deadline, more)
+            question = self._core.infer(model, named, seconds, outputs, out, priority)
+        answer: Dict[str, Any] = self._wait(self._send(question, deadline), deadline + more)
         return answer
 
     def submit(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Inputs,
         *,
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
@@ -191,11 +212,17 @@ class Client:
         """Send a request without waiting; many may be under way at once.
 
         The arrays must not be changed before the answer has come: large ones are not copied.
-        Arguments and errors as for `infer`.
+        Arguments and errors as for `infer`. What the model takes is waited for, where that has to be known.
         """
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        try:
+            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+        except Untyped:
+            question = None
+        if question is None:
+            named, seconds = self._typed(model, inputs, deadline, more)
+            question = self._core.infer(model, named, seconds, outputs, out, priority)
         # Who does not wait, does not read: what has come since the last call is not left to pile up.
         if self._core.calls:
             self._catch_up()
@@ -205,6 +232,37 @@ class Client:
             partial(self._poll, call),
             partial(self._cancel, call),
         )
+
+    def map(
+        self,
+        model: str,
+        inputs: Iterable[Inputs],
+        *,
+        in_flight: int = DEFAULT_IN_FLIGHT,
+        outputs: Optional[Sequence[str]] = None,
+        timeout: Optional[float] = None,
+        priority: Optional[int] = None,
+    ) -> Generator[Dict[str, NDArray[Any]], None, None]:
+        """Run `model` on each of `inputs`, several at a time; give the outputs of each, in order.
+
+        Inputs are taken as there is room for them, and before the outputs of earlier ones are asked for. However it
+        ends, be it by an error of a request or of `inputs`, or because it is closed, what is under way is taken back.
+
+        Args:
+            model: the model's name.
+            inputs: for each request what `infer` takes.
+            in_flight: how many are taken at most whose outputs have not been given.
+            outputs: as for `infer`.
+            timeout: seconds for each request, from when it is sent.
+            priority: as for `infer`.
+
+        Raises:
+            RequestError: as `infer`; `InvalidArgument` if these arguments are wrong, at once.
+        """
+        flow.check(inputs, in_flight, (abc.Iterable,))
+        options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
+        begin = self.submit if self._retry is None else partial(self._submit_again, self._retry)
+        return flow.answers(partial(begin, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.
@@ -216,7 +274,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        answer: ReadyResponse = self._ask(self._core.ready(model), timeout)
+        answer: ReadyResponse = self._ask(partial(self._core.ready, model), timeout)
         return answer
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -225,7 +283,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        answer: ModelMetadataResponse = self._ask(self._core.model_metadata(model), timeout)
+        answer: ModelMetadataResponse = self._ask(partial(self._core.model_metadata, model), timeout)
         return answer
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
@@ -234,7 +292,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        answer: ServerMetadataResponse = self._ask(self._core.server_metadata(), timeout)
+        answer: ServerMetadataResponse = self._ask(self._core.server_metadata, timeout)
         return answer
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
@@ -243,7 +301,7 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        answer: StatusResponse = self._ask(self._core.status(), timeout)
+        answer: StatusResponse = self._ask(self._core.status, timeout)
         return answer
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
@@ -252,7 +310,36 @@ class Client:
         Raises:
             RequestError: as `infer`.
         """
-        answer: MetricsResponse = self._ask(self._core.metrics(), timeout)
+        answer: MetricsResponse = self._ask(self._core.metrics, timeout)
+        return answer
+
+    def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
+        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
+
+        Args:
+            after: 0 for all that the daemon still knows.
+            model: its name; "" for whatever has happened.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: EventsResponse = self._ask(partial(self._core.events, after, model), timeout)
+        return answer
+
+    def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
+        """Return the ends of what the processes of a model have written. Only who may operate is told.
+
+        Args:
+            model: the model's name.
+            process: the name of one of them, as the status has it; "" for all.
+            lines: the most of each.
+            timeout: seconds to wait for this answer.
+
+        Raises:
+            RequestError: as `infer`.
+        """
+        answer: LogsResponse = self._ask(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     def update(
@@ -279,7 +366,9 @@ class Client:
             RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
                 whether the same update may succeed later.
         """
-        answer: UpdateResponse = self._ask(self._core.update(model, path, weights, rollback=rollback), timeout)
+        answer: UpdateResponse = self._once(
+            partial(self._core.update, model, path, weights, rollback=rollback), timeout
+        )
         return answer
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
@@ -290,7 +379,7 @@ class Client:
         Raises:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
-        answer: ReloadResponse = self._ask(self._core.reload(), timeout)
+        answer: ReloadResponse = self._ask(self._core.reload, timeout)
         return answer
 
     def close(self) -> None:
@@ -332,10 +421,75 @@ class Client:
             raise session.ended()
         return session.patience if timeout is None else session.patience_of(timeout)
 
-    def _ask(self, question: Question, timeout: Optional[float]) -> Any:
+    def _open(self, timeout: Optional[float]) -> None:
+        deadline = monotonic() + self._begin(timeout)[0]
+        with self._lock:
+            self._connect(deadline)
+
+    def _typed(self, model: str, inputs: Inputs, deadline: float, more: float) -> Tuple[Dict[str, Any], float]:
+        """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
+        # What is known is of this connection, which may be lost already.
+        self._catch_up()
+        named = self._core.typed(model, inputs)
+        if named is None:
+            question = self._core.asking(model)
+            try:
+                call = self._send(question, deadline) if question[1] else question[0]
+                takes: ModelMetadataResponse = self._wait(call, deadline + more)
+            except BaseException as error:
+                self._core.not_asked(question, error)
+                # Who reads may be one of those who wait for it.
+                self._waker.set()
+                raise
+            named = typed(inputs, model, takes.inputs)
+        return named, deadline - monotonic()
+
+    def _submit_again(
+        self, retry: Retry, model: str, inputs: Inputs, *, timeout: Optional[float], **options: Any
+    ) -> Pending:
+        """Begin a request that is sent again when its answer is waited for."""
+        attempts = self._attempts(retry, timeout)
+        ask = partial(self.submit, model, inputs, **options)
+        first = self._try(lambda left: ask(timeout=left), attempts)
+        sent = [first]
+        return Pending(
+            lambda: self._try(lambda left: (sent.pop() if sent else ask(timeout=left)).result(), attempts),
+            first.done,
+            first.cancel,
+        )
+
+    def _ask(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
+        return self._retrying(partial(self._once, question), timeout)
+
+    def _once(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
         seconds, more = self._begin(timeout)
         deadline = monotonic() + seconds
-        return self._wait(self._send(question, deadline), deadline + more)
+        return self._wait(self._send(question(), deadline), deadline + more)
+
+    def _attempts(self, retry: Retry, timeout: Optional[float]) -> Attempts:
+        return Attempts(retry, self._begin(timeout)[0])
+
+    def _retrying(self, ask: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
+        """Return what `ask` does within so many seconds, by further attempts where those may help."""
+        return ask(timeout) if self._retry is None else self._try(ask, self._attempts(self._retry, timeout))
+
+    def _try(self, ask: Callable[[float], T], attempts: Attempts) -> T:
+        while True:
+            try:
+                return ask(attempts.left())
+            except RequestError as error:
+                pause = attempts.pause_after(error)
+                if pause is None:
+                    raise
+            self._rest(pause)
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for so long, if the client is not closed meanwhile."""
+        end = monotonic() + seconds
+        with self._lock:
+            while monotonic() < end:
+                self._session.check()
+                self._changed.wait(end - monotonic())
 
     def _send(self, question: Question, deadline: float) -> Call:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""

@@ -11,15 +11,23 @@ import functools
 import itertools
 import os
 from collections import abc
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
-from weakref import ReferenceType, ref
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
+from weakref import ReferenceType, WeakValueDictionary, ref
 
 import numpy as np
 
+from weightd.client.inputs import PLAIN, Untyped, typed
 from weightd.client.sharing import LEAST_BYTES, Lease, NamedInput, NamedRoom, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, WeightdError, request_error
+from weightd.protocol.errors import (
+    InvalidArgument,
+    RemoteProtocolError,
+    RequestError,
+    Unavailable,
+    WeightdError,
+    request_error,
+)
 from weightd.protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -34,14 +42,24 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
 from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
+if TYPE_CHECKING:
+    from weightd.client.inputs import Inputs
+
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
 _LEAST_SWEEP = 256
+
+# Models of which it is known what they take, before all are forgotten: as many as a daemon has.
+_MAX_KNOWN = limits.MAX_MODELS
+
+# Of each input it is asked whether it is one: to look it up in its module would take longer than to compare.
+_ndarray = np.ndarray
 
 # Where the tensors of a message are.
 _TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
@@ -141,6 +159,9 @@ class ClientCore:
         self._sweep_at = _LEAST_SWEEP
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.sharing = Sharing(self._next_id)
+        # What models take, as the daemon at the other end of the connection has said; and those that it is asked for.
+        self._known: Dict[str, ModelMetadataResponse] = {}
+        self._asked: WeakValueDictionary[str, Call] = WeakValueDictionary()
 
     @property
     def waiting(self) -> int:
@@ -150,7 +171,7 @@ class ClientCore:
     def infer(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Inputs,
         timeout: float,
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
@@ -159,17 +180,19 @@ class ClientCore:
         """Return an inference request and its frames.
 
         Raises:
-            InvalidArgument: `inputs` is no mapping; an array has no datatype on the wire, or is too large for it;
-                `outputs` is one text; `out` has something else than arrays that can be written to; `priority` is no
-                integer of the wire.
+            Untyped: `typed` has to make arrays of `inputs` first.
+            InvalidArgument: an array has no datatype on the wire, or is too large for it; `outputs` is one text;
+                `out` has something else than arrays that can be written to; `priority` is no integer of the wire.
             LocalProtocolError: names or shapes do not fit into a header.
         """
-        if not isinstance(inputs, dict):
-            _check_named(inputs)
+        if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
+            raise Untyped
         if outputs is not None and isinstance(outputs, str):
             raise InvalidArgument(f"outputs: expected names, as in [{outputs!r}], got one text")
         arrays: Dict[str, Any] = {}
         for name, value in inputs.items():
+            if value.__class__ is not _ndarray and isinstance(value, PLAIN):
+                raise Untyped
             try:
                 arrays[name] = to_wire(value)
             except InvalidArgument as error:
@@ -192,6 +215,36 @@ class ClientCore:
         call = Call(request.id, InferResponse, request)
         call.lease = lease
         return call, [*encode(request), *map(frame_of, lease.in_frames)]
+
+    def typed(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
+        """Return arrays by name, made of `inputs` by what is known of the model.
+
+        None where it is to be asked for: that is not known, or does not fit. It may have been asked for long ago.
+        """
+        known = self._known.get(model)
+        if known is None:
+            return None
+        try:
+            return typed(inputs, model, known.inputs)
+        except InvalidArgument:
+            self._known.pop(model, None)
+            return None
+
+    def asking(self, model: str) -> Question:
+        """Return the question what a model takes, and its frames: none where it is under way already."""
+        call = self._asked.get(model)
+        if call is not None and self.is_under_way(call):
+            return call, []
+        call, frames = self.model_metadata(model)
+        self._asked[model] = call
+        return call, frames
+
+    def not_asked(self, question: Question, error: BaseException) -> None:
+        """Who was to ask for it could not, for this reason: nor can others wait for the answer, unless it is asked."""
+        call, frames = question
+        if frames and not call.done and not self.is_under_way(call):
+            kind = type(error) if isinstance(error, RequestError) else Unavailable
+            call.fail(kind(str(error) or "who was to ask what the model takes was interrupted"))
 
     def again(self, call: Call) -> Optional[List[Any]]:
         """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
@@ -262,6 +315,16 @@ class ClientCore:
         """Return a question about what was counted and its frames."""
         call = Call(self._next_id(), MetricsResponse)
         return call, encode(Metrics(call.id, self._tenant))
+
+    def events(self, after: int, model: str) -> Question:
+        """Return the question what has happened, and its frames."""
+        call = Call(self._next_id(), EventsResponse)
+        return call, encode(Events(call.id, after, model))
+
+    def logs(self, model: str, process: str, lines: int) -> Question:
+        """Return the question what the processes of a model have said, and its frames."""
+        call = Call(self._next_id(), LogsResponse)
+        return call, encode(Logs(call.id, model, process, lines))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.
@@ -337,10 +400,13 @@ class ClientCore:
         if call is not None and type(message) is not call.expects:
             call.fail(_unexpected(call, message))
         elif call is not None:
+            if isinstance(message, ModelMetadataResponse):
+                self._knows(message)
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
-        """End every call that is under way in an error."""
+        """End every call that is under way in an error: the connection is lost, and with it what was said on it."""
+        self._known.clear()
         while self.calls:
             try:
                 _, reference = self.calls.popitem()
@@ -352,12 +418,20 @@ class ClientCore:
 
     # --- within -------------------------------------------------------------------------------------------------
 
+    def _knows(self, model: ModelMetadataResponse) -> None:
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[model.name] = model
+
     def _next_id(self) -> str:
         return next(self._ids)
 
     def _fail(self, request_id: str, error: WeightdError) -> None:
         call = self.calls.pop(request_id, _nobody)()
         if call is not None:
+            if call.request is not None and isinstance(error, InvalidArgument):
+                # Maybe it takes something else by now.
+                self._known.pop(call.request.description.model_name, None)
             call.fail(error)
 
 
@@ -372,14 +446,6 @@ def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) 
 def _shared_parameters(asked: Parameters, inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]) -> Parameters:
     regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in rooms))
     return dataclasses.replace(asked, regions=regions)
-
-
-def _check_named(inputs: object) -> None:
-    if not isinstance(inputs, abc.Mapping):
-        raise InvalidArgument(
-            f'inputs: expected an array for each input by its name, as in {{"x": array}}, got {type(inputs).__name__}; '
-            "metadata tells the names"
-        )
 
 
 def _nobody() -> Optional[Call]:

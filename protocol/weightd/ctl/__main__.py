@@ -12,10 +12,11 @@ from typing import Dict, List, Optional
 from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
-from weightd.ctl import exits, health, keygen, metrics, predict, reload, update
+from weightd.ctl import events, exits, health, keygen, logs, metadata, metrics, models, reload, update
 from weightd.ctl.advise import verb as advise
 from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
+from weightd.ctl.predict import verb as predict
 from weightd.ctl.status import verb as status
 from weightd.ctl.text import clean
 from weightd.ctl.top import verb as top
@@ -30,8 +31,12 @@ VERBS: Dict[str, Verb] = {
     "status": status.VERB,
     "top": top.VERB,
     "metrics": metrics.VERB,
+    "models": models.VERB,
+    "metadata": metadata.VERB,
     "health": health.VERB,
     "predict": predict.VERB,
+    "events": events.VERB,
+    "logs": logs.VERB,
     "bench": bench.VERB,
     "advise": advise.VERB,
     "update": update.VERB,

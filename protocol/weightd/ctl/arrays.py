@@ -1,8 +1,11 @@
-"""Arrays from .npy and .npz files, and outputs as text, as JSON and into .npy files."""
+"""Arrays from .npy and .npz files, and outputs as text, as JSON and into such files."""
 
 from __future__ import annotations
 
+import io
 import math
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, List, Mapping, Tuple
 
@@ -10,6 +13,7 @@ import numpy as np
 
 from weightd.ctl.text import WIDTH, clean
 from weightd.ctl.verb import BadInput, BadOutput
+from weightd.protocol import limits
 from weightd.protocol.tensors import spec_of
 
 _MAGIC = b"\x93NUMPY"
@@ -17,49 +21,108 @@ _MAGIC = b"\x93NUMPY"
 # As numpy.savez writes it: a zip archive, empty ones included.
 NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
+# What `load` reads, and for people what may be in the place of that.
+EXPECTED = "a .npy file, as numpy.save writes it, .npz, .json, .csv or a picture"
+
+STDIN = "-"
+
+# Of an array with its header, and of several in a file.
+_MOST_BYTES = limits.MAX_FRAME_BYTES + 65536
+_MOST_TOGETHER = 8 * _MOST_BYTES
+
 # Longer arrays are shown by their corners.
 _MAX_SHOWN = 64
 
 
-def load(path: str) -> Any:
-    """Return the array of a .npy file.
+def opened(path: str) -> BinaryIO:
+    """Return a file at its beginning; of what cannot be read twice, such as stdin ("-") or a pipe, a copy in memory.
 
     Raises:
-        BadInput: there is no such file, or it is another kind of file.
+        BadInput: it cannot be read, or is too large.
     """
+    if path == STDIN:
+        return _copied("stdin", sys.stdin.buffer)
     try:
-        with Path(path).open("rb") as file:
-            start = file.read(len(_MAGIC))
-            if start != _MAGIC:
-                raise BadInput(f"{path}: expected a .npy file, as numpy.save writes it, got {_kind(start)}")
-            file.seek(0)
-            return _parse(path, file)
+        file = Path(path).open("rb")  # noqa: SIM115 - who has called closes it
+        if not file.seekable():
+            with file:
+                return _copied(path, file)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
+    if size > _MOST_TOGETHER:
+        file.close()
+        raise BadInput(f"{path}: expected a file of at most {_MOST_TOGETHER:,} bytes, got {size:,}")
+    return file
 
 
-def load_several(path: str) -> Dict[str, Any]:
+def _copied(path: str, file: BinaryIO) -> BinaryIO:
+    content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise BadInput(f"{path}: expected at most {_MOST_BYTES:,} bytes")
+    return io.BytesIO(content)
+
+
+def load(path: str, file: BinaryIO) -> Any:
+    """Return the array of a .npy file, which is open at its beginning; `path` is how it is called.
+
+    Raises:
+        BadInput: it is another kind of file.
+    """
+    start = file.read(len(_MAGIC))
+    if start != _MAGIC:
+        raise BadInput(f"{path}: expected {EXPECTED}, got {_kind(start)}")
+    file.seek(0)
+    return _parse(path, file)
+
+
+def load_several(path: str, file: BinaryIO) -> Dict[str, Any]:
     """Return the arrays of an .npz file by their names.
 
     Raises:
-        BadInput: there is no such file, or it is another kind of file.
+        BadInput: it is another kind of file.
     """
+    archive = _archive(path, file)
+    return {name: _member(path, archive, name) for name in archive.files}
+
+
+def load_one(path: str, file: BinaryIO, name: str) -> Any:
+    """Return the array of this name of an .npz file.
+
+    Raises:
+        BadInput: it is another kind of file, or has no such array.
+    """
+    archive = _archive(path, file)
+    if name not in archive.files:
+        there = ", ".join(map(clean, archive.files)) or "none"
+        raise BadInput(f"{path}: it has no array {name!r}; there are: {there}; FILE.npz:ARRAY names another one")
+    return _member(path, archive, name)
+
+
+def _archive(path: str, file: BinaryIO) -> Any:
+    if file.read(4) not in NPZ:
+        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it")
+    file.seek(0)
+    archive = _parse(path, file)
     try:
-        with Path(path).open("rb") as file:
-            if file.read(4) not in NPZ:
-                raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it")
-            file.seek(0)
-            archive = _parse(path, file)
-            return {name: _member(path, archive, name) for name in archive.files}
-    except OSError as error:
-        raise BadInput(f"{path}: {error.strerror or error}") from None
+        # A few kilobytes can be unpacked to a terabyte.
+        nbytes = sum(each.file_size for each in archive.zip.infolist())
+    except AttributeError:
+        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it") from None
+    if nbytes > _MOST_TOGETHER:
+        raise BadInput(f"{path}: expected arrays of at most {_MOST_TOGETHER:,} bytes together, got {nbytes:,}")
+    return archive
 
 
 def _member(path: str, archive: Any, name: str) -> Any:
     try:
-        return archive[name]
+        array: Any = archive[name]
     except Exception as error:  # noqa: BLE001 - as below
         raise BadInput(f"{path}: {clean(name)} is damaged, or no array of numbers: {clean(str(error))}") from None
+    if type(array) is not np.ndarray:
+        raise BadInput(f"{path}: {clean(name)}: expected an array, as numpy.savez writes it")
+    return array
 
 
 def _parse(path: str, file: BinaryIO) -> Any:
@@ -97,7 +160,7 @@ def as_json(name: str, array: Any) -> Dict[str, Any]:
     """Return an output as the Open Inference Protocol's JSON has it: data is flat, in C order."""
     data = array.reshape(-1).tolist()
     if array.dtype.kind == "f":
-        data = [_json_number(value) for value in data]
+        data = [number(value) for value in data]
     return {**describe(name, array), "data": data}
 
 
@@ -106,8 +169,8 @@ def describe(name: str, array: Any) -> Dict[str, Any]:
     return {"name": name, "datatype": spec_of(name, array).datatype, "shape": list(array.shape)}
 
 
-def _json_number(value: float) -> Any:
-    """JSON has no word for these three; protobuf's JSON mapping writes them as text."""
+def number(value: float) -> Any:
+    """Return a float for JSON, which has no word for three: protobuf's JSON mapping writes them as text."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -128,6 +191,23 @@ def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
             raise BadOutput(f"{path}: {error.strerror or error}") from None
         paths[name] = str(path)
     return paths
+
+
+def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
+    """Write all outputs to one .npz file, by their names; return its path by name.
+
+    Raises:
+        BadOutput: it cannot be written.
+    """
+    try:
+        with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
+            for name, array in outputs.items():
+                # Not numpy.savez: it takes names as keywords, and `file` is one of its own.
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, array, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise BadOutput(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    return dict.fromkeys(outputs, path)
 
 
 def _paths(directory: Path, names: List[str]) -> List[Tuple[str, Path]]:

@@ -17,7 +17,8 @@ _KINDS: Mapping[str, str] = {
     "NEW_PATH": completion.FILE,
     "WEIGHTS.npz": completion.FILE,
     "FILE.npz": completion.FILE,
-    "NAME=FILE.npy": completion.FILE,
+    "[NAME=]FILE": completion.FILE,
+    "FILE": completion.FILE,
     "DIR": completion.DIRECTORY,
 }
 

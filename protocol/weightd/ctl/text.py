@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from typing import Iterator, List, Optional, Sequence
 
 WIDTH = 100
@@ -39,6 +40,14 @@ def duration(seconds: float) -> str:
         if count or parts or unit == "s":
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])
+
+
+def moment(seconds: float) -> str:
+    """Return a time since 1970 as it is here."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g}"  # no year that a calendar has
 
 
 def count(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 64 * 1024
 
 # A status answer lists every process of every model (about 400 bytes each): 63 processes on each
-# of 8 devices fit several times over. Only a client that asked for status, or metrics, accepts such a header.
+# of 8 devices fit several times over. Only a client that asked for status, metrics or logs accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 # Between the daemon and its children: the inputs of a canary name every tensor, and so do those that are left out.
@@ -147,6 +147,16 @@ MAX_GEAR_SIZE = 65535
 # that one which is a little too long is refused by its name.
 MAX_LIST_ITEMS = 2 * MAX_PROCESSES
 MAX_MAP_ITEMS = 2 * MAX_TENSORS
+
+# Events of one answer: as many short ones as fit into a header.
+MAX_EVENTS = 512
+
+# The end of what a process has written: a few dumps of stacks.
+MAX_LOG_BYTES = 64 * 1024
+MAX_LOG_LINES = 10_000
+
+# Processes whose ends are in one answer, together within MAX_STATUS_BYTES.
+MAX_LOGS = 64
 
 # ipc:// addresses are sun_path of a sockaddr_un: 108 bytes with the terminating NUL.
 MAX_IPC_PATH_BYTES = 107

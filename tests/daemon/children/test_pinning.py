@@ -78,6 +78,8 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
     assert snapshot.identity == identity(model_files(Path(snapshot.path)))
     copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
+    assert scene.pinning.copied("m", scene.source) == (7, 7)
+    assert scene.pinning.copied("m", replace(scene.source, number=4)) is None
     assert [each.read_bytes() for each in copies] == [b"a model", b"weights", b"a sample"]
     assert all(each.is_relative_to(scene.directory / directory_name("m", 3)) for each in copies)
     scene.pinning.unpin("m", scene.source)

@@ -19,7 +19,8 @@ from unittest import mock
 import pytest
 
 from testkit import models
-from weightd.daemon.children import snapshotter
+from weightd.daemon.children import meter, snapshotter
+from weightd.daemon.children.meter import Meter
 from weightd.daemon.children.snapshotter import Wanted
 from weightd.shared.modelfile import ModelFileError, digest, identity, model_files
 
@@ -79,7 +80,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
 
 # --- how it is copied -----------------------------------------------------------------------------------------------
 
-Copy = Callable[[BinaryIO, Path], str]
+Copy = Callable[[BinaryIO, Path, Meter], str]
 _copy: Copy = snapshotter._copy  # pyright: ignore[reportPrivateUsage]
 
 
@@ -235,10 +236,10 @@ def _replaced(model: Path) -> None:
 def test_a_model_that_changes_while_it_is_copied_is_refused(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
 ) -> None:
-    def changing(source: BinaryIO, target: Path) -> str:
+    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
         if not late:
             change(model)
-        sha256 = _copy(source, target)
+        sha256 = _copy(source, target, to)
         if late:
             change(model)
         return sha256
@@ -254,9 +255,9 @@ def test_an_external_file_that_changes_is_refused(
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
 
-    def changing(source: BinaryIO, target: Path) -> str:
+    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
         (tmp_path / "big.w0.bin").touch()
-        return _copy(source, target)
+        return _copy(source, target, to)
 
     monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
@@ -270,8 +271,8 @@ def test_a_copy_that_names_other_files_is_refused(
     model = models.with_external_data(tmp_path / "big.onnx", locations=1)
     other = models.with_external_data(tmp_path / "big.x.onnx", locations=2).read_bytes()
 
-    def changing(source: BinaryIO, target: Path) -> str:
-        sha256 = _copy(source, target)
+    def changing(source: BinaryIO, target: Path, to: Meter) -> str:
+        sha256 = _copy(source, target, to)
         if target.name == model.name:
             target.chmod(0o600)
             target.write_bytes(other)
@@ -345,9 +346,9 @@ atexit.register(lambda: print(before, int(score.read_text())))
 
 
 @pytest.mark.parametrize("limit", ["unlimited", "64"])
-def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> None:
+def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path, limit: str) -> None:
     """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
-    argv = snapshotter.command([Wanted(str(model), str(directory))])
+    argv = snapshotter.command([Wanted(str(model), str(directory))], tmp_path / "copied")
     argv[argv.index("-c") + 1] = SCORE + argv[argv.index("-c") + 1]
     done = subprocess.run(
         ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', *argv],
@@ -361,6 +362,8 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, limit: str) -> 
     assert (done.stderr, after) == ("", min(before + 400, 1000))
     if limit == "unlimited":
         assert (done.returncode, json.loads(answer)["taken"][0][0]) == (0, digest(model))
+        nbytes = sum(file.nbytes for file in model_files(model))
+        assert meter.read(tmp_path / "copied") == (nbytes, nbytes)
     else:
         error = f"cannot copy {model} to {directory}: File too large"
         assert (done.returncode, json.loads(answer)) == (1, {"error": error})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 
@@ -34,8 +34,9 @@ from weightd.protocol.messages.data import (
     ResponseDescription,
     TensorSpec,
 )
+from weightd.protocol.messages.journal import Events, Logs
 from weightd.protocol.messages.regions import Unregister
-from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
+from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
 from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
@@ -105,25 +106,26 @@ class World:
         self.model = FakeModel()
         self.loop = Loop()
         self._peers: list[Peer] = []
-        fleet = SimpleNamespace(models={"m": self.model}, everyone=lambda: [self.model])
+        self.models = {"m": self.model}
+        fleet = SimpleNamespace(models=self.models, everyone=lambda: [self.model])
         kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
-        daemon = SimpleNamespace(stopping=False)
+        self.daemon = SimpleNamespace(stopping=False)
         self.accounts = Accounts()
         self.tenants = Directory(tenants)
         self.frontend = Frontend(
             self.loop,
             cast(Fleet, fleet),
             3 * kept,
-            cast(Daemon, daemon),
+            cast(Daemon, self.daemon),
             max_shm_bytes=0,
             access=Access(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
-    def client(self, *, may_operate: bool = False) -> Peer:
+    def client(self, *, may_operate: bool = False, is_near: bool = False) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        self.frontend.adopt(ours, Identity(Origin(near, near), proof=Proof(operates=may_operate)))
+        self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=Proof(operates=may_operate)))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 
@@ -232,6 +234,35 @@ def test_who_may_update_a_model_and_to_what(world: World, may_operate: bool, pat
     client = world.client(may_operate=may_operate)
     client.stream.send(encode(Update("u", "m", path)))
     assert world.refusals(client, 1) == [("u", code)]
+
+
+@pytest.mark.parametrize(
+    ("message", "rights", "may_operate", "is_near", "code"),
+    [
+        (Events("e"), ("infer", "operate"), False, False, "PERMISSION_DENIED"),
+        (Events("e"), ("status",), False, False, "UNAVAILABLE"),
+        (Events("e"), ("infer",), True, False, "UNAVAILABLE"),
+        (Logs("e", "m"), ("infer", "status"), False, True, "PERMISSION_DENIED"),
+        (Logs("e", "m"), ("operate",), False, True, "UNAVAILABLE"),
+        (Logs("e", "m"), ("infer",), True, True, "UNAVAILABLE"),
+        (Logs("e", "m"), ("operate",), False, False, "PERMISSION_DENIED"),
+        (Logs("e", "other"), ("operate",), False, True, "NOT_FOUND"),
+        (Logs("e", "hidden"), ("operate",), False, True, "NOT_FOUND"),
+    ],
+)
+def test_who_is_told_what_has_happened_and_what_processes_say(
+    message: ClientMessage, rights: tuple[str, ...], may_operate: bool, is_near: bool, code: str
+) -> None:
+    def asked(*_: object) -> NoReturn:
+        raise Unavailable("it was asked")
+
+    world = World({"default": TenantConfig(may=rights, models=("m", "other"))})
+    world.daemon.events = world.daemon.ask_logs = asked
+    world.models["hidden"] = world.model
+    client = world.client(may_operate=may_operate, is_near=is_near)
+    client.stream.send(encode(message))
+    assert world.refusals(client, 1) == [("e", code)]
+    world.close()
 
 
 def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: World) -> None:

@@ -262,6 +262,14 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
 
 
+def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
+    model = FakeModel(device="ascend:0")
+    model.main.progress, model.main.cause = "building", "the last one failed"
+    look = Stage(model).herald.look(cast("list[Model]", [model]), 0.0, far=lambda _: "43 %, about 20 s left")
+    status = "STATUS=m: building on ascend:0, 43 %, about 20 s left (the last one failed); "
+    assert [each for each in look if each.startswith(status)]
+
+
 def test_a_status_is_short_enough_to_be_heard_and_plain_text() -> None:
     models = [FakeModel(f"model{number}") for number in range(100)]
     models[0].main.cause = "bad\0 \x1b[31m\udcff" + "é" * 5000

@@ -205,7 +205,8 @@ def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wa
     stage.pinned().builds()
     stage.model.metadata(Waiter(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
-    assert stage.host.metadata[0][1] == ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,))
+    told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
+    assert stage.host.metadata[0][1] == told
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,24 @@ def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
     exact.learn(built)
     with pytest.raises(InvalidArgument, match=r"expected 2; 8, got 3$"):
         exact.check(RequestDescription("m", (replace(IMAGE, shape=(3, 8, 8)),)))
+
+
+# --- an example -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "cases", "known"),
+    [
+        ([(-1, 2)], ({"x0": (1, 2)}, {"x0": (2, 2)}), ((1, 2),)),
+        ([(-1,), (3,)], ({"x1": (3,), "x0": (7,)},), ((7,), (3,))),
+        ([None], ({"x0": ()},), ((),)),
+        # Nothing to choose, nothing known, not of all, too much for a header.
+        ([(1, 2)], ({"x0": (1, 2)},), None),
+        ([(-1, 2)], (), None),
+        ([(-1,), (3,)], ({"x0": (7,)},), None),
+        ([(-1,) * 16] * 17, ({f"x{number}": (1,) * 16 for number in range(17)},), None),
+    ],
+)
+def test_what_a_model_runs_on_is_told_where_requests_choose(shapes: Any, cases: Any, known: Any) -> None:
+    inputs = tuple(TensorSignature(f"x{number}", "FP32", shape) for number, shape in enumerate(shapes))
+    assert signature.example(Built("", inputs, (), cases, "", 0)) == known

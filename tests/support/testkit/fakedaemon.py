@@ -23,7 +23,7 @@ from weightd.protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription
+from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
 from weightd.protocol.messages.regions import Register
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -62,6 +62,18 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
         return [encode(MetricsResponse(message.id, "9.9", "running", 1.0, (), (), (), (), 0, 0, 0, ReloadCounts(0, 0)))]
     assert isinstance(message, Status)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, ()))]
+
+
+def taking(**datatypes: str) -> Handler:
+    """Answer as `echo` does: a model with these inputs."""
+
+    def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[List[Any]]:
+        if isinstance(message, ModelMetadata):
+            inputs = tuple(TensorSignature(name, datatype, None) for name, datatype in datatypes.items())
+            return [encode(ModelMetadataResponse(message.id, message.model_name, "echo", inputs, ()))]
+        return echo(message, tensors)
+
+    return handle
 
 
 def silent(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:

@@ -13,8 +13,7 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequen
 import numpy as np
 
 from testkit.users_child import Hands
-from weightd.client import RequestError
-from weightd.client.client import Pending
+from weightd.client import Pending, RequestError
 from weightd.protocol.codec import encode
 from weightd.protocol.framing import head
 from weightd.protocol.messages.control import ModelMetadata

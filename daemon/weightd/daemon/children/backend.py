@@ -22,6 +22,7 @@ from weightd.daemon.children.lanes import Lanes
 from weightd.daemon.children.launch import Launch, Program
 from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.children.launchers.launcher import Kept, Launcher
+from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.children.owner import Owner
 from weightd.daemon.children.pinning import Pinning
@@ -216,6 +217,10 @@ class Backend:
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
         self._pinning.unpin(model, source)
+
+    def copied(self, model: str, source: Source) -> Copied | None:
+        """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
+        return self._pinning.copied(model, source)
 
     def forget(self, generation: Life) -> None:
         """Remove the files of a generation of which nothing is left."""

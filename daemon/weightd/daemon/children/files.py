@@ -43,6 +43,11 @@ class SnapshotFiles:
         return self.directory / f"rank_table{group}.json"
 
     @property
+    def meter(self) -> Path:
+        """How much of it has been copied."""
+        return self.directory / "copied"
+
+    @property
     def log(self) -> Path:
         """What the processes say that take the snapshot."""
         return self.directory / "log"

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weightd.daemon.children import helpers, snapshotter
+from weightd.daemon.children import helpers, meter, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
 from weightd.daemon.children.helpers import Answer
+from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
@@ -57,9 +58,14 @@ class Pinning:
         tell = functools.partial(self._on_answer, owner, config, source, files)
         try:
             files.create()
-            helpers.ask(self._running, files.directory.name, snapshotter.command(wanted, more), files.log, tell)
+            argv = snapshotter.command(wanted, files.meter, more)
+            helpers.ask(self._running, files.directory.name, argv, files.log, tell)
         except (ClaimError, OSError) as error:
             self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
+
+    def copied(self, model: str, source: Source) -> Copied | None:
+        """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
+        return meter.read(self._files(model, source).meter)
 
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""

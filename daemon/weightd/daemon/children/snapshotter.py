@@ -1,9 +1,9 @@
 """The immutable copy of a model from which every process of a generation builds.
 
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
-PARENT WANTED [FILE COPY]..., the second in JSON what is `Wanted`, a model or one for each rank. It answers on stdout, a
-pipe, with an object in JSON: of each what is `taken`, but for the path, or an `error` and status 1. What it leaves of a
-copy that has failed, the daemon removes.
+PARENT METER WANTED [FILE COPY]..., the second the file where it writes how far it is, the third in JSON what is
+`Wanted`, a model or one for each rank. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`,
+but for the path, or an `error` and status 1. What it leaves of a copy that has failed, the daemon removes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
+from weightd.daemon.children.meter import Meter
 from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with, ignore_interrupts
@@ -80,16 +81,18 @@ class Wanted(NamedTuple):
     known: Sequence[Any] | None = None
 
 
-def command(wanted: Sequence[Wanted], files: Sequence[str] = ()) -> list[str]:
+def command(wanted: Sequence[Wanted], meter: Path, files: Sequence[str] = ()) -> list[str]:
     """Return how the process is started that takes snapshots for this one, and copies files: each, and then its copy.
+
+    It writes to `meter` how far it is.
 
     Isolated, and without site-packages: that saves half of its start.
     """
     python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
-    return [*python, str(os.getpid()), json.dumps(wanted), *files]
+    return [*python, str(os.getpid()), str(meter), json.dumps(wanted), *files]
 
 
-def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
+def take(model: Path, directory: Path, known: Taken | None = None, meter: Meter | None = None) -> Taken:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
     If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name.
@@ -99,13 +102,15 @@ def take(model: Path, directory: Path, known: Taken | None = None) -> Taken:
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
+    meter = meter or Meter()
     with Model(model) as original:
         origin = identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
         if known is not None and origin and origin == known.origin and _linked(known, copy):
             original.check_unchanged()
             return known._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
-        digests = [_copy(original.open(file), directory / file.name) for file in original.files]
+        meter.begins(sum(file.nbytes for file in original.files))
+        digests = [_copy(original.open(file), directory / file.name, meter) for file in original.files]
         original.check_unchanged()
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
         copies = model_files(copy, own=True)
@@ -155,14 +160,14 @@ def _linked(known: Taken, copy: Path) -> bool:
     return True
 
 
-def _copy(source: BinaryIO, target: Path) -> str:
+def _copy(source: BinaryIO, target: Path, meter: Meter) -> str:
     """Copy what was opened, and close it; return the sha256 of the copy.
 
     The copy shares the original's blocks where the file system can do that.
     """
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with source, FileIO(source.fileno(), closefd=False) as reader, FileIO(target, "x+") as writer:
-        sha256 = _sha256(writer) if _cloned(reader, writer) else _piped(reader, writer)
+        sha256 = _sha256(writer, meter) if _cloned(reader, writer) else _piped(reader, writer, meter)
         os.fchmod(writer.fileno(), 0o400)
         return sha256
 
@@ -175,15 +180,16 @@ def _cloned(reader: FileIO, writer: FileIO) -> bool:
     return True
 
 
-def _sha256(file: FileIO) -> str:
+def _sha256(file: FileIO, meter: Meter) -> str:
     state = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(block):
         state.update(block[:count])
+        meter.add(count)
     return state.hexdigest()
 
 
-def _piped(reader: FileIO, writer: FileIO) -> str:
+def _piped(reader: FileIO, writer: FileIO, meter: Meter) -> str:
     """Read and write here, and hash in a thread what has been read."""
     state = hashlib.sha256()
     empty: SimpleQueue[memoryview] = SimpleQueue()
@@ -205,20 +211,22 @@ def _piped(reader: FileIO, writer: FileIO) -> str:
             written = 0
             while written < count:
                 written += writer.write(block[written:count])
+            meter.add(count)
     finally:
         full.put((memoryview(b""), 0))
         thread.join()
     return state.hexdigest()
 
 
-def answer(wanted: Sequence[Wanted], files: Sequence[str] = ()) -> dict[str, Any]:
+def answer(wanted: Sequence[Wanted], files: Sequence[str] = (), meter: Meter | None = None) -> dict[str, Any]:
     """Take the snapshots, and copy the files, each of which is followed by its copy; return what is answered."""
+    meter = meter or Meter()
     taken: list[Taken] = []
     try:
         for model, directory, known in wanted:
-            taken.append(take(Path(model), Path(directory), None if known is None else Taken(*known)))
+            taken.append(take(Path(model), Path(directory), None if known is None else Taken(*known), meter))
         for source, target in zip(files[::2], files[1::2], strict=True):
-            _copy(open_file(Path(source)), Path(target))
+            _copy(open_file(Path(source)), Path(target), Meter())
     except ModelFileError as error:
         return {"error": str(error)}
     except OSError as error:
@@ -233,6 +241,7 @@ def main() -> None:
     ignore_interrupts()
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
-    answered = answer([Wanted(*each) for each in json.loads(sys.argv[2])], sys.argv[3:])
+    wanted = [Wanted(*each) for each in json.loads(sys.argv[3])]
+    answered = answer(wanted, sys.argv[4:], Meter(Path(sys.argv[2]), len(wanted)))
     print(json.dumps(answered))
     sys.exit(int("error" in answered))

@@ -104,6 +104,16 @@ class Access:
             return Viewer(self.tenants.operators, sees_all=True)
         return Viewer(account, account.may(STATUS))
 
+    def check_status(self, connection: Connection, what: str) -> None:
+        """See to it that who asks for what concerns others may see it.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        tenant, sees_all = self.viewer(connection)
+        if not sees_all:
+            raise PermissionDenied(f'tenant {tenant.name} may not see {what}: "{STATUS}" is not in its `may`')
+
     def check_operator(self, connection: Connection, what: str) -> None:
         """See to it that who asks for a change may.
 

@@ -57,6 +57,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -95,6 +96,17 @@ class Daemon(Protocol):
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
         ...
+
+    def events(self, question: Events) -> EventsResponse:
+        """Return what has happened."""
+        ...
+
+    def ask_logs(self, client: bytes, question: Logs) -> None:
+        """Tell the client what the processes of a model have said, when that has been read.
+
+        Raises:
+            RequestError: it will not be told.
+        """
 
     def unmap(self, numbers: Sequence[int]) -> None:
         """Take regions away from the workers that were given them: no client names them any more."""
@@ -158,6 +170,8 @@ class Frontend:
             ModelReady: self._tell_ready,
             Status: self._ask_status,
             Metrics: self._tell_metrics,
+            Events: self._tell_events,
+            Logs: self._ask_logs,
             Update: self._update,
             Reload: self._reload,
         }
@@ -237,6 +251,10 @@ class Frontend:
     def tell_status(self, client: bytes, status: StatusResponse) -> None:
         """Send the answer to a status request."""
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
+
+    def tell_logs(self, client: bytes, logs: LogsResponse) -> None:
+        """Send the answer to a question for logs."""
+        self._tell(client, logs, max_bytes=limits.MAX_STATUS_BYTES)
 
     def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over, as soon as that is recorded."""
@@ -380,6 +398,15 @@ class Frontend:
     def _tell_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
         told = self._daemon.metrics(message.id, self._viewer(connection, message.tenant, now))
         self._tell(connection.key, told, max_bytes=limits.MAX_STATUS_BYTES)
+
+    def _tell_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
+        self._access.check_status(connection, "events")
+        self._tell(connection.key, self._daemon.events(message))
+
+    def _ask_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
+        self._access.check_operator(connection, "read logs")
+        self._model(message.model_name, self._access.viewer(connection).tenant)
+        self._daemon.ask_logs(connection.key, message)
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "reload the configuration")

@@ -5,8 +5,9 @@ Plain decisions, fed with the clock: assignments of sd_notify(3) come out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
+from weightd.daemon.generations.life import Life
 from weightd.daemon.host.logs import flat
 from weightd.daemon.models.model import Model
 from weightd.protocol.codec import clip
@@ -56,8 +57,10 @@ class Herald:
         """These serve already: what is new beside them and cannot be loaded is no reason to end them."""
         self._resumed = frozenset(models)
 
-    def look(self, models: Iterable[Model], now: float, note: str = "") -> list[str]:
-        """Return what is to be told now; `note` is for people, before all else."""
+    def look(
+        self, models: Iterable[Model], now: float, note: str = "", far: Callable[[Life], str] = lambda _: ""
+    ) -> list[str]:
+        """Return what is to be told now, for people with `note` before all else, and how far each is that loads."""
         models = list(models)
         told: list[str] = []
         required = [model for model in models if model.config.required]
@@ -72,7 +75,7 @@ class Herald:
         if self.ready and now >= self._next_sign and all(self._lives(model, stuck, now) for model in required):
             self._next_sign = now + self._sign_interval
             told.append("WATCHDOG=1")
-        status = clip(flat("; ".join([*filter(None, [note]), *_doing(models)])), _STATUS_BYTES)
+        status = clip(flat("; ".join([*filter(None, [note]), *_doing(models, far)])), _STATUS_BYTES)
         if status != self._status:
             self._status = status
             told.append(f"STATUS={status}")
@@ -113,7 +116,7 @@ def _has_workers(model: Model) -> bool:
     return model.serves and any(each.serving is not None and each.serving.enlisted for each in model.deployments)
 
 
-def _doing(models: Iterable[Model]) -> Iterator[str]:
+def _doing(models: Iterable[Model], far: Callable[[Life], str]) -> Iterator[str]:
     serving = 0
     workers = 0
     for model in models:
@@ -121,7 +124,8 @@ def _doing(models: Iterable[Model]) -> Iterator[str]:
             main = deployment.main
             where = "" if main.device == CPU else f" on {main.device}"
             if main.progress != "serving":
-                yield f"{model.name}: {main.progress}{where}{f' ({main.cause})' if main.cause else ''}"
+                doing = ", ".join(filter(None, [main.progress + where, far(main)]))
+                yield f"{model.name}: {doing}{f' ({main.cause})' if main.cause else ''}"
         serving += model.serves
         workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
     yield f"serving {serving} models from {workers} workers"

@@ -1,8 +1,8 @@
 """What was counted, in a file from which the next daemon goes on, whoever it is that has its processes.
 
-A line of JSON for each account of a tenant, each model, and the daemon; the last one says how many there are. It is
-written anew now and then, and at the end: what was counted after that is lost with a daemon that is killed. What is no
-such file is as good as none.
+A line of JSON for each account of a tenant, each model, the daemon, and each model that has loaded, with how long that
+took; the last one says how many there are. It is written anew now and then, and at the end: what was counted after
+that is lost with a daemon that is killed. What is no such file is as good as none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ INTERVAL_S = 10.0
 _MOST_AT_ONCE = 128
 
 # Accounts: one more than there are tenants operates, and one more than there are models is what is no model's. Beside
-# them each model, and the daemon.
-_MOST_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + limits.MAX_MODELS + 1
+# them each model, the daemon, and how long models took to load, some of which are gone.
+_MOST_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
 _MOST_BYTES = 2048 * _MOST_LINES
 
 

@@ -86,6 +86,13 @@ def about(model: str, generation: int | None = None, child: str = "") -> dict[st
     return {_FIELDS: {name: value for name, value in fields.items() if value}}
 
 
+def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
+    """Return what an event is about: model, generation and child, as far as it is about one."""
+    fields = getattr(record, _FIELDS, {})
+    generation = fields.get("GENERATION")
+    return fields.get("MODEL", ""), None if generation is None else int(generation), fields.get("CHILD", "")
+
+
 def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Log what nobody has caught: Python would print it without a priority."""
     _log.critical("weightd fails", exc_info=(kind, error, trace))

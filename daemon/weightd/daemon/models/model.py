@@ -326,6 +326,11 @@ class Model:
         """What it serves, or is to, if no update is under way."""
         return self._sources.current
 
+    def pinned_bytes(self, generation: Life) -> int | None:
+        """Return of how many bytes the snapshot is that a generation loads; None while it is being taken."""
+        snapshot = self._sources.snapshots.find(generation.source)
+        return None if snapshot is None else snapshot.nbytes
+
     @property
     def updating(self) -> bool:
         """Whether an update is under way."""

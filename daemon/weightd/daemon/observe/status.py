@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.children.files import GenerationFiles
@@ -22,6 +22,8 @@ from weightd.daemon.host.processes import Process
 from weightd.daemon.models import rows
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
+from weightd.daemon.models.pace import Share
+from weightd.daemon.observe.loading import NOTHING
 from weightd.daemon.observe.metrics import role_of
 from weightd.daemon.observe.survey import Survey
 from weightd.daemon.observe.tenants import told, waiting
@@ -43,6 +45,7 @@ from weightd.protocol.messages.status import (
     StatusResponse,
 )
 from weightd.protocol.version import VERSION
+from weightd.shared import loading
 from weightd.shared.devices import is_cpu
 
 
@@ -73,6 +76,7 @@ class Subject(NamedTuple):
         fork_servers: of which children are forked.
         tenants: those of the configuration, and who is none of them but asks; none where there are no tables.
         accounts: of all.
+        share: called with the label of a generation; returns how far it is, if it loads.
     """
 
     models: Iterable[Model]
@@ -88,6 +92,7 @@ class Subject(NamedTuple):
     fork_servers: Iterable[ForkServer] = ()
     tenants: Sequence[Tenant] = ()
     accounts: Accounts = Accounts()
+    share: Callable[[str], Share] = lambda _: NOTHING
 
 
 def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
@@ -100,7 +105,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
         pid=os.getpid(),
         uptime_s=uptime,
         pss_bytes=sum(survey.pss(pid) or 0 for pid in subject.own_pids),
-        models=tuple(_model(model, survey, subject.processes, subject.files) for model in subject.models),
+        models=tuple(_model(model, survey, subject) for model in subject.models),
         devices=tuple(_device(device) for device in subject.devices if not is_cpu(device.name)),
         dropped=subject.dropped,
         memory=survey.measured.get("group", cgroup.memory),
@@ -116,9 +121,7 @@ def report(survey: Survey, state: str, uptime: float, subject: Subject) -> Statu
     )
 
 
-def _model(
-    model: Model, survey: Survey, processes: Mapping[str, Process], files: Mapping[str, GenerationFiles]
-) -> ModelStatus:
+def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
@@ -128,7 +131,7 @@ def _model(
         served=model.desk.latencies.count,
         failed=model.desk.failed,
         generations=tuple(
-            _generation(model, generation, survey, processes, files.get(generation.label))
+            _generation(model, generation, survey, subject)
             for generation in model.generations[: limits.MAX_GENERATIONS]
         ),
         p50_us=model.desk.latencies.percentile_us(50),
@@ -157,9 +160,10 @@ def _generation(
     model: Model,
     generation: Life,
     survey: Survey,
-    processes: Mapping[str, Process],
-    files: GenerationFiles | None,
+    subject: Subject,
 ) -> GenerationStatus:
+    processes, files = subject.processes, subject.files.get(generation.label)
+    share = subject.share(generation.label)
     children = [child for child in generation.alive() if child.name in processes]
     shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
@@ -170,7 +174,7 @@ def _generation(
         number=generation.number,
         device=generation.device,
         state=generation.state.told,
-        progress=generation.progress,
+        progress=_progress(generation, share),
         cause=clip(generation.cause),
         sha256=generation.sha256,
         copy_bytes=copy,
@@ -180,7 +184,16 @@ def _generation(
         processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
         rows=clip(rows.told(model.config, generation)),
+        done=share.done,
+        left_s=share.left_s,
     )
+
+
+def _progress(generation: Life, share: Share) -> str:
+    """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
+    if share.done is not None or share.copied is None:
+        return generation.progress
+    return f"{generation.progress}, {loading.percent(share.copied)} % copied"
 
 
 def _built(model: Model, generation: Life) -> Built | None:

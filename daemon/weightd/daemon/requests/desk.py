@@ -20,7 +20,7 @@ from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.shares import Clocks
-from weightd.daemon.requests.signature import Signature, Waiter
+from weightd.daemon.requests.signature import Signature, Waiter, example
 from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
@@ -573,6 +573,7 @@ class Desk:
                     built.inputs,
                     built.outputs,
                     _exact(self._config, built),
+                    example(built),
                 ),
             )
 

@@ -24,6 +24,9 @@ _MAX_FITTING = 1024
 
 ANY_ROWS = RowBounds()
 
+# Dimensions of all inputs together: beside names as long as they may be, no more have room in a header.
+_MOST_DIMS = 256
+
 
 class Waiter(NamedTuple):
     """Who wants to be told.
@@ -123,3 +126,12 @@ class Signature:
         taken = [waiter for waiter in self._waiters if chosen(waiter)]
         self._waiters = [waiter for waiter in self._waiters if not chosen(waiter)]
         return taken
+
+
+def example(built: Built) -> tuple[tuple[int, ...], ...] | None:
+    """Return a shape for each input that the model runs on, where requests choose any; None if none is known."""
+    is_open = any(each.shape is None or -1 in each.shape for each in built.inputs)
+    known = built.canary_cases[0] if built.canary_cases else {}
+    shapes = tuple(known[each.name] for each in built.inputs if each.name in known)
+    is_known = len(shapes) == len(built.inputs) and sum(map(len, shapes)) <= _MOST_DIMS
+    return shapes if is_open and is_known else None

@@ -55,7 +55,8 @@ class FromFile:
     """
 
     def __init__(self, path: str, inputs: Sequence[TensorSignature]) -> None:
-        self._arrays = arrays.load_several(path)
+        with arrays.opened(path) as file:
+            self._arrays = arrays.load_several(path, file)
         lengths = {_checked(path, self._arrays, each) for each in inputs}
         if len(lengths) != 1 or not min(lengths):
             raise BadInput(f"{path}: expected as many rows of each input, at least 1, got {sorted(lengths)}")

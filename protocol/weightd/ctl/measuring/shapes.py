@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from types import MappingProxyType
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
 from weightd.ctl import exits
@@ -99,7 +100,10 @@ def has_free_rows(signature: TensorSignature) -> bool:
 
 
 def specify(
-    inputs: Sequence[TensorSignature], given: Sequence[Tuple[str, Shape]], rows: Optional[int] = None
+    inputs: Sequence[TensorSignature],
+    given: Sequence[Tuple[str, Shape]],
+    rows: Optional[int] = None,
+    example: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Tuple[TensorSpec, ...]:
     """Return the inputs of a request.
 
@@ -107,6 +111,7 @@ def specify(
         inputs: what the model takes.
         given: what `--shape` says of them.
         rows: the first dimension of those where it is free; None: as `given` has it, else 1.
+        example: shapes that are known to be good, of inputs that are not `given`.
 
     Raises:
         WrongShape: the model does not take this, or no request can carry it.
@@ -114,7 +119,10 @@ def specify(
     shapes = _by_name(inputs, given)
     if rows is not None and not any(map(has_free_rows, inputs)):
         raise WrongShape(f"--rows {rows}: no input has a free first dimension: {told(inputs)}")
-    specs = tuple(TensorSpec(each.name, each.datatype, _shape(each, shapes.get(each.name), rows)) for each in inputs)
+    specs = tuple(
+        TensorSpec(each.name, each.datatype, _shape(each, shapes.get(each.name, example.get(each.name)), rows))
+        for each in inputs
+    )
     for spec in specs:
         if spec.nbytes > limits.MAX_FRAME_BYTES:
             raise WrongShape(

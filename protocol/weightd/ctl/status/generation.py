@@ -6,6 +6,7 @@ from typing import Dict, Iterator, List, Optional, Tuple
 
 from weightd.ctl.text import clean, count, megabytes, milliseconds, paragraph, size, table
 from weightd.protocol.messages.status import GenerationStatus, ProcessStatus
+from weightd.shared.loading import told
 
 _HEADING = (
     "PROCESS",
@@ -33,7 +34,8 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
-    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{sha256}"
+    far = told(generation.done, generation.left_s)
+    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{far and f', {far}'}{sha256}"
     if generation.cause:
         yield from paragraph("cause", generation.cause, "    ")
     if generation.canary:

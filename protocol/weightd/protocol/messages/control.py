@@ -81,7 +81,7 @@ class ModelMetadataResponse:
     """daemon → client: the model's inputs and outputs; `platform` is its engine.
 
     `exact` is there where requests may share a predict, or run in parts: whether it was tested that no bit of an answer
-    changes by that.
+    changes by that. `example` has a shape for each input, in their order: together they are known to be good.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -90,6 +90,9 @@ class ModelMetadataResponse:
     inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
     exact: Optional[bool] = field(default=None, metadata=boolean())
+    example: Optional[Tuple[Tuple[int, ...], ...]] = field(
+        default=None, metadata=many(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ _COUNT = integer(0, limits.MAX_COUNT)
 # Of a process.
 ROLES = ("holder", "worker", "spare", "rank", "broker")
 
+# One of them has a field of the name of this kind.
+_SHARE = number(1.0)
+_SECONDS = number()
+
 
 @dataclass(frozen=True)
 class Status:
@@ -64,7 +68,9 @@ class GenerationStatus:
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
     if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
     model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none. `rows` is what
-    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing.
+    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing. While it
+    loads, `done` is the share of that which is over and `left_s` how many seconds it still takes, as far as both are
+    known: from the bytes that were copied, and from how long it took the last time.
     """
 
     number: int = field(metadata=_COUNT)
@@ -79,6 +85,8 @@ class GenerationStatus:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     canary: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     rows: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    done: Optional[float] = field(default=None, metadata=_SHARE)
+    left_s: Optional[float] = field(default=None, metadata=_SECONDS)
 
 
 @dataclass(frozen=True)

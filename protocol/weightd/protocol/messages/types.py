@@ -16,6 +16,7 @@ from weightd.protocol.messages.control import (
     UpdateResponse,
 )
 from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse
+from weightd.protocol.messages.journal import Events, EventsResponse, Logs, LogsResponse
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -31,6 +32,8 @@ ClientMessage = Union[
     ModelMetadata,
     Status,
     Metrics,
+    Events,
+    Logs,
     Update,
     Reload,
 ]
@@ -44,6 +47,8 @@ DaemonMessage = Union[
     ModelMetadataResponse,
     StatusResponse,
     MetricsResponse,
+    EventsResponse,
+    LogsResponse,
     UpdateResponse,
     ReloadResponse,
 ]
@@ -59,6 +64,8 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "model_metadata": ModelMetadata,
     "status": Status,
     "metrics": Metrics,
+    "events": Events,
+    "logs": Logs,
     "update": Update,
     "reload": Reload,
 }
@@ -75,6 +82,8 @@ TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "model_metadata_response": ModelMetadataResponse,
     "status_response": StatusResponse,
     "metrics_response": MetricsResponse,
+    "events_response": EventsResponse,
+    "logs_response": LogsResponse,
     "update_response": UpdateResponse,
     "reload_response": ReloadResponse,
 }

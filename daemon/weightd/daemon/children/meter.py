@@ -1,0 +1,76 @@
+"""How much of a snapshot has been copied: two numbers in a file, which the process that copies writes, and others read.
+
+Nobody is told anything: who wants to know looks. Each number is aligned, and written at once, so none is half an old
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+_NUMBERS = struct.Struct("<QQ")
+
+
+class Copied(NamedTuple):
+    """So many bytes of so many; of what is not open yet the size is a guess."""
+
+    nbytes: int
+    of: int
+
+
+class Meter:
+    """Writes.
+
+    Args:
+        path: of the file; None to write nothing.
+        models: how many are copied, of about the same size.
+    """
+
+    def __init__(self, path: Path | None = None, models: int = 1) -> None:
+        self._models = models
+        self._begun = 0
+        self._known = 0
+        self._copied = 0
+        self._descriptor: int | None = None
+        if path is not None:
+            # To copy without telling how far it is is better than not to copy.
+            with contextlib.suppress(OSError):
+                self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def begins(self, nbytes: int) -> None:
+        """The next model is so large."""
+        self._begun += 1
+        self._known += nbytes
+
+    def add(self, nbytes: int) -> None:
+        """So much more was copied."""
+        self._copied += nbytes
+        if self._descriptor is not None:
+            of = self._known * max(1, self._models) // max(1, self._begun)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._descriptor, _NUMBERS.pack(self._copied, of), 0)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read(path: Path) -> Copied | None:
+    """Return what stands there; None where nothing does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        copied, of = _NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0))
+    except (OSError, struct.error):
+        return None
+    finally:
+        os.close(descriptor)
+    return Copied(copied, of) if copied <= of else None

@@ -1,0 +1,232 @@
+"""Inputs as people write them, lists and numbers, to arrays of what a model takes: each value as it is, or not at all.
+
+An array has a datatype, and keeps it: only what has none is given that of the model.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.schema import got, label
+from weightd.protocol.tensors import NUMPY_DTYPE
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    # mypy finds the type of a nested list of integers and fractions to be one of objects.
+    Value = Union[ArrayLike, Sequence[Any]]
+    Inputs = Union[Mapping[str, Value], Value]
+    """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
+
+# numpy's own numbers are values, too, as `list(array)` has them.
+PLAIN = (bool, int, float, list, tuple, range, np.generic)
+"""What has no datatype, or one that says nothing of what was meant."""
+
+_SEQUENCES = (list, tuple, range)
+
+# Of which a double has each value, or the nearest.
+_REAL = (int, float, np.integer, np.float16, np.float32)
+
+_Converted = Tuple[Any, Optional[int]]
+
+
+class Untyped(Exception):
+    """Inputs have no names, or values without a datatype: what the model takes has to be known first."""
+
+
+def typed(inputs: Inputs, model: str, takes: Sequence[TensorSignature]) -> Dict[str, Any]:
+    """Return inputs by name, with an array in the place of each list and each number.
+
+    Args:
+        inputs: as they were given.
+        model: its name, for people.
+        takes: its inputs.
+
+    Raises:
+        InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
+            ragged, or a value is none of the datatype.
+    """
+    named: Mapping[str, Any] = inputs if isinstance(inputs, abc.Mapping) else {_only(inputs, model, takes): inputs}
+    datatypes = {each.name: each.datatype for each in takes}
+    return {
+        name: _as(datatypes, name, value, model) if isinstance(value, PLAIN) else value for name, value in named.items()
+    }
+
+
+def _only(inputs: object, model: str, takes: Sequence[TensorSignature]) -> str:
+    if len(takes) != 1:
+        raise InvalidArgument(
+            f'inputs: expected each by its name, as in {{"x": array}}, got {type(inputs).__name__}: '
+            f"{label(model)} has the inputs {_names(takes)}"
+        )
+    return takes[0].name
+
+
+def _names(takes: Sequence[TensorSignature]) -> str:
+    return ", ".join(label(each.name) for each in takes) or "none"
+
+
+def _as(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
+    datatype = datatypes.get(name)
+    if datatype is None:
+        names = ", ".join(map(label, datatypes)) or "none"
+        raise InvalidArgument(f"input {label(name)}: {label(model)} has none of this name; it has {names}")
+    return as_array(f"input {label(name)}", value, datatype)
+
+
+def as_array(place: str, value: Any, datatype: str) -> Any:
+    """Return an array of `datatype` with the values of nested lists, or of a number.
+
+    No integer wraps, none is made of a fraction or of a truth value, and no number becomes infinite; one of floating
+    point is rounded to the nearest that there is. A list of arrays has a datatype already, and keeps it.
+
+    Args:
+        place: what it is, for errors.
+        value: an instance of `PLAIN`.
+        datatype: a name of the wire.
+
+    Raises:
+        InvalidArgument: lists are ragged, too deep or too large, or a value is none of the datatype.
+    """
+    dtype: Any = np.dtype(NUMPY_DTYPE[datatype])
+    values, shape = _flat(place, value, dtype.itemsize)
+    if any(issubclass(kind, np.ndarray) for kind in set(map(type, values))):
+        return _stacked(place, values, shape)
+    array, wrong = _CONVERTERS[dtype.kind](values, dtype)
+    if wrong is not None:
+        raise InvalidArgument(f"{place}{_at(shape, wrong)}: expected {_expected(dtype)}, got {got(values[wrong])}")
+    return array.reshape(shape)
+
+
+# --- lists ----------------------------------------------------------------------------------------------------------
+
+
+def _flat(place: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
+    """Return the values of nested lists, and their shape."""
+    level: List[Any] = [value]
+    shape: Tuple[int, ...] = ()
+    size = 1
+    while any(issubclass(kind, _SEQUENCES) for kind in set(map(type, level))):
+        if len(shape) == limits.MAX_RANK:
+            raise InvalidArgument(f"{place}: expected lists in at most {limits.MAX_RANK} levels")
+        length = _length(place, shape, level)
+        shape += (length,)
+        size *= length
+        # Before there is memory for it: a list may have itself as an item.
+        if size * item_bytes > limits.MAX_FRAME_BYTES:
+            raise InvalidArgument(f"{place}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}")
+        level = list(chain.from_iterable(level))
+    return level, shape
+
+
+def _length(place: str, shape: Tuple[int, ...], level: List[Any]) -> int:
+    """Return how long each list of a level is."""
+    length = len(level[0]) if _is_list(level[0]) else -1
+    for index, each in enumerate(level):
+        if not _is_list(each) or len(each) != length:
+            expected = f"a list of {length}, as the first one" if length >= 0 else "a list, as others beside it are"
+            found = f"one of {len(each)}" if _is_list(each) else got(each)
+            raise InvalidArgument(f"{place}{_at(shape, index)}: expected {expected}, got {found}")
+    return length
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, _SEQUENCES)
+
+
+def _at(shape: Tuple[int, ...], index: int) -> str:
+    """Return where a value is, as one would ask for it."""
+    return "".join(f"[{each}]" for each in np.unravel_index(index, shape)) if shape else ""
+
+
+def _stacked(place: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
+    """Return lists of arrays as one. numpy would find a datatype for those of several, and objects for other shapes."""
+    kinds = [_kind(each) for each in arrays]
+    first = next(kind for kind in kinds if kind)
+    for index, kind in enumerate(kinds):
+        if kind != first:
+            found = f"one of {kind}" if kind else got(arrays[index])
+            expected = f"an array of {first}, as others beside it are"
+            raise InvalidArgument(f"{place}{_at(shape, index)}: expected {expected}, got {found}")
+    stacked: Any = np.array(arrays)
+    return stacked.reshape(shape + stacked.shape[1:])
+
+
+def _kind(value: Any) -> str:
+    """Return what an array is, "" for anything else."""
+    return f"{value.dtype} {list(value.shape)}" if issubclass(type(value), np.ndarray) else ""
+
+
+# --- values: each of these returns an array and, where one does not fit, which it is ----------------------------------
+
+
+def _booleans(values: List[Any], dtype: Any) -> _Converted:
+    wrong = _first_other(values, (bool, np.bool_))
+    return np.array([] if wrong is not None else values, dtype), wrong
+
+
+def _integers(values: List[Any], dtype: Any) -> _Converted:
+    wrong = _first_other(values, (int, np.integer))
+    if wrong is not None:
+        return None, wrong
+    # Python's own are compared exactly.
+    values = [*map(int, values)]
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    if values and not low <= min(values) <= max(values) <= high:
+        return None, next(index for index, each in enumerate(values) if not low <= each <= high)
+    return np.array(values, dtype), None
+
+
+def _reals(values: List[Any], dtype: Any) -> _Converted:
+    wrong = _first_other(values, _REAL)
+    if wrong is not None:
+        return None, wrong
+    try:
+        wide = np.array(values, np.float64)
+    except OverflowError:
+        return None, next(index for index, each in enumerate(values) if not _has_double(each))
+    with np.errstate(over="ignore"):
+        array = wide.astype(dtype)
+    infinite = np.flatnonzero(np.isinf(array) & ~np.isinf(wide))
+    return array, int(infinite[0]) if infinite.size else None
+
+
+def _has_double(value: Any) -> bool:
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _first_other(values: List[Any], kinds: Tuple[type, ...]) -> Optional[int]:
+    """Return which value is the first of another kind; a truth value is of no kind that does not name it."""
+    other = {
+        kind
+        for kind in set(map(type, values))
+        if not issubclass(kind, kinds) or (issubclass(kind, bool) and bool not in kinds)
+    }
+    return next((index for index, each in enumerate(values) if type(each) in other), None) if other else None
+
+
+def _expected(dtype: Any) -> str:
+    if dtype.kind == "b":
+        return "True or False"
+    if dtype.kind == "f":
+        return f"a number within the bounds of {dtype.name}"
+    return f"an integer from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+
+
+_CONVERTERS: Dict[str, Callable[[List[Any], Any], _Converted]] = {
+    "b": _booleans,
+    "i": _integers,
+    "u": _integers,
+    "f": _reals,
+}

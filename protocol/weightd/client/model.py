@@ -1,0 +1,177 @@
+"""A model by its name, to be called as a function: the answer alone where it has one output."""
+
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Dict,
+    Generator,
+    Iterable,
+    Mapping,
+    Optional,
+    Tuple,
+    Union,
+    overload,
+)
+
+from weightd.client.pending import Pending
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.control import ModelMetadataResponse
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from weightd.client.inputs import Inputs, Value
+
+DEFAULT_IN_FLIGHT = 32
+
+
+class PendingOutput(Pending):
+    """A request of a `Model` under way, as `Pending`."""
+
+    __slots__ = ()
+
+    def result(self) -> Any:
+        """Wait for the answer as `Pending.result` does; return it as the call of a `Model` does."""
+        return _sole(self._wait())
+
+
+class Model:
+    """A model of the daemon, as `Client.model` returns it.
+
+    ::
+
+        resnet50 = client.model("resnet50")
+        scores = resnet50(images)
+
+    Attributes:
+        name: in the daemon's configuration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infer: Callable[[Any], Dict[str, Any]],
+        submit: Callable[[Any], Pending],
+        flow: Callable[..., Generator[Dict[str, Any], None, None]],
+        metadata: Callable[..., ModelMetadataResponse],
+    ) -> None:
+        self.name = name
+        self._infer = infer
+        self._submit = submit
+        self._flow = flow
+        self._metadata = metadata
+
+    @overload
+    def __call__(self, __inputs: Inputs) -> Any: ...
+
+    @overload
+    def __call__(self, **inputs: Value) -> Any: ...
+
+    def __call__(self, *alone: Any, **named: Any) -> Any:
+        """Run the model on inputs that are given by name, or on what `Client.infer` takes as `inputs`.
+
+        Returns:
+            The output where the answer has one, else the outputs by name: numpy arrays, read-only.
+
+        Raises:
+            RequestError: as `Client.infer`.
+        """
+        return _sole(self._infer(_given(alone, named)))
+
+    @overload
+    def submit(self, __inputs: Inputs) -> PendingOutput: ...
+
+    @overload
+    def submit(self, **inputs: Value) -> PendingOutput: ...
+
+    def submit(self, *alone: Any, **named: Any) -> PendingOutput:
+        """Send a request without waiting, as `Client.submit`; inputs are given as in a call."""
+        pending = self._submit(_given(alone, named))
+        return PendingOutput(pending.result, pending.done, pending.cancel)
+
+    def map(self, inputs: Iterable[Inputs], *, in_flight: int = DEFAULT_IN_FLIGHT) -> Generator[Any, None, None]:
+        """Run the model on each of `inputs`, as `Client.map`; give what a call returns."""
+        return _soles(self._flow(inputs, in_flight=in_flight))
+
+    def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
+        """Return what the model takes and gives, as `Client.metadata`."""
+        return self._metadata(timeout=timeout)
+
+
+class AsyncModel:
+    """A model of the daemon, as `AsyncClient.model` returns it: `Model` for asyncio.
+
+    Attributes:
+        name: in the daemon's configuration.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        infer: Callable[[Any], Awaitable[Dict[str, Any]]],
+        flow: Callable[..., AsyncGenerator[Dict[str, Any], None]],
+        metadata: Callable[..., Awaitable[ModelMetadataResponse]],
+    ) -> None:
+        self.name = name
+        self._infer = infer
+        self._flow = flow
+        self._metadata = metadata
+
+    @overload
+    async def __call__(self, __inputs: Inputs) -> Any: ...
+
+    @overload
+    async def __call__(self, **inputs: Value) -> Any: ...
+
+    async def __call__(self, *alone: Any, **named: Any) -> Any:
+        """Run the model: as `Model.__call__`."""
+        return _sole(await self._infer(_given(alone, named)))
+
+    def map(
+        self, inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]], *, in_flight: int = DEFAULT_IN_FLIGHT
+    ) -> AsyncGenerator[Any, None]:
+        """Run the model on each of `inputs`, as `AsyncClient.map`; give what a call returns."""
+        return _async_soles(self._flow(inputs, in_flight=in_flight))
+
+    async def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
+        """Return what the model takes and gives, as `Client.metadata`."""
+        return await self._metadata(timeout=timeout)
+
+
+def _given(alone: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Return the inputs of a call."""
+    if not alone:
+        return named
+    if len(alone) == 1 and not named:
+        return alone[0]
+    found = f"{len(alone)} without a name" + (f" and {', '.join(named)}" if named else "")
+    raise InvalidArgument(f"inputs: expected each by its name, as in model(x=array), or one without, got {found}")
+
+
+def _sole(outputs: Dict[str, NDArray[Any]]) -> Any:
+    if len(outputs) != 1:
+        return outputs
+    [output] = outputs.values()
+    return output
+
+
+def _soles(flow: Generator[Dict[str, Any], None, None]) -> Generator[Any, None, None]:
+    try:
+        for outputs in flow:
+            yield _sole(outputs)
+    finally:
+        flow.close()
+
+
+async def _async_soles(flow: AsyncGenerator[Dict[str, Any], None]) -> AsyncGenerator[Any, None]:
+    try:
+        async for outputs in flow:
+            yield _sole(outputs)
+    finally:
+        await flow.aclose()

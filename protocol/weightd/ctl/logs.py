@@ -1,0 +1,79 @@
+"""`weightctl logs`: what the processes of a model have written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Iterator
+
+from weightd.ctl import exits
+from weightd.ctl.text import clean, count, moment
+from weightd.ctl.verb import Connect, Verb, operating
+from weightd.protocol import limits
+from weightd.protocol.messages.journal import LogsResponse, LogTail
+
+_DESCRIPTION = f"""\
+Shows the ends of what the processes of MODEL have written: what the engine says, and tracebacks.
+Those that have ended are among them, as long as their generation is there. Who has written last
+comes last; of more than {limits.MAX_LOGS} the others are counted, and --process names one of them.
+
+  weightctl logs resnet50
+  weightctl logs resnet50 --process resnet50.1.w2 -n 1000
+
+What the daemon says of them is in its own log: weightctl events MODEL.
+
+Logs may tell of inputs. Only the daemon's own user and root, and tenants that may "operate", are
+shown them, over its unix socket: not over ipc:// or tcp://.
+
+--json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
+"left_out"}}.
+
+Exit status: 0 good, 1 there is no such model, 77 this user may not connect."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+    parser.add_argument("--process", default="", metavar="NAME", help="only this one, see weightctl status")
+    parser.add_argument(
+        "-n", "--lines", type=_lines, default=20, metavar="N", help="the most of each process (default: %(default)s)"
+    )
+
+
+def _lines(argument: str) -> int:
+    try:
+        lines = int(argument)
+    except ValueError:
+        lines = 0
+    if not 1 <= lines <= limits.MAX_LOG_LINES:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {limits.MAX_LOG_LINES:,}, got {argument!r}")
+    return lines
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client, operating(client):
+        answer = client.logs(options.model, options.process, lines=options.lines)
+    if options.json:
+        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.left_out}))
+    else:
+        print("\n".join(_lines_of(answer)))
+    return exits.OK
+
+
+def _lines_of(answer: LogsResponse) -> Iterator[str]:
+    if not answer.logs:
+        yield "no process has a log"
+    if answer.left_out:
+        yield f"{count(answer.left_out, 'process')} more that wrote before: --process shows one"
+    for each in answer.logs:
+        yield _heading(each)
+        for line in each.text.splitlines():
+            yield f"  {clean(line)}"
+
+
+def _heading(log: LogTail) -> str:
+    told = f"{log.size:,} bytes, the last at {moment(log.changed)}" if log.size else "nothing"
+    return f"{clean(log.process)}: {told}"
+
+
+VERB = Verb("show what the processes of a model have written", _DESCRIPTION, _add_arguments, _run)

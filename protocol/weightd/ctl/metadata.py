@@ -1,0 +1,113 @@
+"""`weightctl metadata`: what a model takes and gives, and how it is asked: lines to copy, which run as they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from typing import Any, Dict, Iterator, List, Sequence
+
+import numpy as np
+
+from weightd.ctl import exits
+from weightd.ctl.measuring.shapes import specify
+from weightd.ctl.signatures import as_json, lines_of
+from weightd.ctl.text import clean
+from weightd.ctl.verb import Connect, Verb
+from weightd.protocol.messages.control import ModelMetadataResponse
+from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.tensors import NUMPY_DTYPE
+
+_DESCRIPTION = """\
+Shows what MODEL takes and gives: names, datatypes, shapes; and how it is asked, in a shell and in
+Python, in lines to copy that run as they are. A dimension of -1 is free: each request chooses it.
+
+This waits while the model loads, for --timeout seconds.
+
+--json prints one object as the Open Inference Protocol has it, {"name", "platform", "inputs",
+"outputs"}, a shape null where any rank will do; "example_shapes" are such that the model is known
+to run on, by input.
+
+Exit status: 0 good, 1 there is no such model, or it does not serve."""
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+
+
+def _run(options: argparse.Namespace, connect: Connect) -> int:
+    with connect() as client:
+        metadata = client.metadata(options.model)
+    if options.json:
+        print(json.dumps(_as_json(metadata)))
+    else:
+        print("\n".join(_lines(metadata, options)))
+    return exits.OK
+
+
+def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iterator[str]:
+    yield f"{clean(metadata.name)}: {clean(metadata.platform)}"
+    for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
+        yield f"  {what}"
+        yield from lines_of(tensors, "    ")
+    specs = example(metadata)
+    yield ""
+    yield command(metadata, specs, options)
+    yield ""
+    yield from python(metadata.name, specs, options)
+
+
+def example(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
+    """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
+    known = {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
+    given = [(each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known]
+    return specify(metadata.inputs, given, example=known)
+
+
+def command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
+    """Return the command that asks the model, wherever it is run: the daemon may be another one's default."""
+    words = ["weightctl", *_where(options), "predict", metadata.name, "--random"]
+    for each, signature in zip(specs, metadata.inputs):
+        if signature.shape is None and not metadata.example:
+            words += ["--shape", f"{each.name}={','.join(map(str, each.shape))}"]
+    return " ".join(map(shlex.quote, words))
+
+
+def _where(options: argparse.Namespace) -> List[str]:
+    """The arguments that said which daemon this is, and for whom it is asked."""
+    named = {"--socket": _address(options), "--key": options.key, "--server-key": options.server_key}
+    named["--tenant"] = options.tenant
+    return [word for option, value in named.items() if value for word in (option, value)]
+
+
+def _address(options: argparse.Namespace) -> str:
+    """Where the daemon is, "" where it is found there without a word: the variable is not set everywhere."""
+    return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
+
+
+def python(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of a program that does the same."""
+    arguments = [repr(_address(options))] if _address(options) else []
+    named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
+    arguments += [f"{name}={value!r}" for name, value in named if value]
+    inputs = ", ".join(f"{each.name!r}: numpy.zeros({each.shape!r}, {_dtype(each)!r})" for each in specs)
+    yield "import numpy"
+    yield "from weightd.client import Client"
+    yield ""
+    yield f"with Client({', '.join(arguments)}) as client:"
+    yield f"    print(client.infer({model!r}, {{{inputs}}}))"
+
+
+def _dtype(spec: TensorSpec) -> str:
+    return str(np.dtype(NUMPY_DTYPE[spec.datatype]).name)
+
+
+def _as_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
+    told = {"name": metadata.name, "platform": metadata.platform}
+    told_tensors = {"inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+    shapes = {each.name: list(shape) for each, shape in zip(metadata.inputs, metadata.example or ())}
+    return {**told, **told_tensors, "example_shapes": shapes or None}
+
+
+VERB = Verb("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)

@@ -1,0 +1,91 @@
+"""Pictures become what a classifier takes."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any, Tuple
+
+import numpy as np
+import pytest
+
+from weightd.ctl.predict.images import Layout, Pixels, WrongImage, is_image, layout, load
+from weightd.protocol.messages.data import TensorSignature
+
+# Red above blue, two pixels wide.
+PICTURE = np.array([[[255, 0, 0], [255, 0, 0]], [[0, 0, 255], [0, 0, 255]]], np.uint8)
+
+
+def signature(*shape: int, datatype: str = "FP32") -> TensorSignature:
+    return TensorSignature("x", datatype, shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [
+        ((1, 3, 8, 9), Layout(3, (9, 8), is_last=False, has_batch=True)),
+        ((-1, 3, -1, -1), Layout(3, (None, None), is_last=False, has_batch=True)),
+        ((-1, 8, 9, 3), Layout(3, (9, 8), is_last=True, has_batch=True)),
+        ((1, 28, 28, 1), Layout(1, (28, 28), is_last=True, has_batch=True)),
+        ((4, 8, 9), Layout(4, (9, 8), is_last=False, has_batch=False)),
+    ],
+)
+def test_the_shape_tells_how_pictures_are_laid_out(shape: Tuple[int, ...], form: Layout) -> None:
+    assert layout(signature(*shape)) == form
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (1, 64), (2, 3, 8, 8), (1, 2, 8, 8), (1, 3, 8, 3), (1, -1, 8, 8)])
+def test_what_has_no_pictures_or_may_have_them_in_two_ways_is_told(shape: Tuple[int, ...]) -> None:
+    with pytest.raises(WrongImage, match="expected \\[1, C, H, W\\] or"):
+        layout(signature(*shape))
+
+
+def written(array: Any, kind: str = "PNG", **more: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    pytest.importorskip("PIL.Image").fromarray(array).save(file, kind, **more)
+    assert is_image(file.getvalue()[:16])
+    file.seek(0)
+    return file
+
+
+def test_a_picture_is_scaled_and_put_into_its_layout() -> None:
+    first = load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
+    assert (first.dtype, first.flags.c_contiguous) == (np.float32, True)
+    assert first.tolist() == [[[[1, 1], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 1]]]]
+    last = load(written(PICTURE), signature(-1, -1, -1, 3, datatype="UINT8"), Pixels())
+    assert np.array_equal(last, PICTURE[np.newaxis])
+    half = load(written(PICTURE), signature(3, 2, 2, datatype="FP16"), Pixels(1.0, (255.0, 1.0, 0.0), (2.0,)))
+    assert half[:, 0, 0].tolist() == [0, -0.5, 0]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "TIFF", "JPEG", "WEBP"])
+def test_each_kind_of_picture_is_stretched_to_the_size_of_the_input(kind: str) -> None:
+    plain = np.full((20, 40, 3), 200, np.uint8)
+    there = load(written(plain, kind), signature(1, 8, 4, 1, datatype="UINT8"), Pixels())
+    assert there.shape == (1, 8, 4, 1)
+    assert abs(there.astype(int) - 200).max() < 4
+
+
+def test_a_picture_is_turned_as_it_is_to_be_seen() -> None:
+    exif = pytest.importorskip("PIL.Image").Exif()
+    exif[0x0112] = 3  # upside down
+    there = load(written(PICTURE, exif=exif), signature(1, 2, 2, 3, datatype="UINT8"), Pixels())
+    assert np.array_equal(there[0], PICTURE[::-1])
+
+
+def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = io.BytesIO(written(PICTURE).getvalue()[:-30])
+    with pytest.raises(WrongImage, match="damaged, or of a kind that cannot be read"):
+        load(cut, signature(1, 3, 2, 2), Pixels())
+    with pytest.raises(WrongImage, match="the input is INT64: expected floats, or UINT8"):
+        load(written(PICTURE), signature(1, 3, 2, 2, datatype="INT64"), Pixels())
+    with pytest.raises(WrongImage, match="UINT8 without --scale"):
+        load(written(PICTURE), signature(1, 3, 2, 2, datatype="UINT8"), Pixels(scale=2.0))
+    with pytest.raises(WrongImage, match="--mean: expected 1 number or 3, one for each channel, got 2"):
+        load(written(PICTURE), signature(1, 3, 2, 2), Pixels(mean=(1.0, 2.0)))
+    monkeypatch.setattr("weightd.ctl.predict.images._MOST_PIXELS", 3)
+    with pytest.raises(WrongImage, match="expected at most 3 pixels, got 2 x 2"):
+        load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(WrongImage, match="Pillow is not installed: pip install 'weightd\\[images\\]'"):
+        load(io.BytesIO(b"\x89PNG\r\n"), signature(1, 3, 2, 2), Pixels())

@@ -1,0 +1,112 @@
+"""Events and logs."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, List, Sequence, Tuple
+
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, silent
+from weightd.ctl import exits
+from weightd.ctl.text import moment
+from weightd.protocol.codec import encode
+from weightd.protocol.errors import Unavailable
+from weightd.protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
+from weightd.protocol.messages.types import ClientMessage
+
+from .conftest import Ctl, fails
+
+NOW = time.time()
+OLD = Event(5, NOW - 7200, "info", "m.1: serving", "m", 1)
+NEW = Event(6, NOW - 60, "warning", "m.1.w1 lost:\x1b[2J killed", "m", 1, "m.1.w1")
+
+
+def happened(*pages: Tuple[Tuple[Event, ...], int, int]) -> Any:
+    """Answer with these events, and how many are more and missed, page after page; the last one again and again."""
+    left = list(pages)
+
+    def handle(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
+        assert isinstance(message, Events)
+        events, more, missed = left.pop(0) if len(left) > 1 else left[0]
+        last = events[-1].number if events else message.after
+        return [encode(EventsResponse(message.id, events, last, more, missed))]
+
+    return handle
+
+
+def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = happened(((OLD,), 1, 4), ((NEW,), 0, 0))
+    ran = ctl("events", "m")
+    assert ran.out.splitlines() == [
+        "(4 events before that are forgotten)",
+        f"{moment(OLD.time)} info    m.1: serving",
+        f"{moment(NEW.time)} warning m.1.w1 lost:\\x1b[2J killed",
+    ]
+    asked = [daemon.next()[0] for _ in range(2)]
+    assert [(each.after, each.model_name) for each in asked if isinstance(each, Events)] == [(0, "m"), (5, "m")]
+
+
+@pytest.mark.parametrize("more", [["--since", "1h"], ["--since=4000"], ["-n", "1"]])
+def test_events_of_late(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
+    daemon.handle = happened(((OLD, NEW), 0, 0))
+    told = json.loads(ctl("events", "--json", *more).out)
+    assert [each["number"] for each in told["events"]] == [6]
+    assert (told["events"][0]["child"], told["missed"]) == ("m.1.w1", 0)
+
+
+def test_events_are_followed_over_a_restart(
+    ctl: Ctl, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: List[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        gone = fails(Unavailable.code, "it restarts")
+        daemon.handle = {1: gone, 2: gone, 3: happened(((NEW,), 0, 0)), 4: happened(((), 0, 0))}.get(len(pauses), gone)
+        if len(pauses) > 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("weightd.ctl.events.time.sleep", sleep)
+    daemon.handle = happened(((OLD,), 0, 0))
+    ran = ctl("events", "--follow", "--json")
+    assert ran.status == exits.INTERRUPTED
+    assert [json.loads(line)["number"] for line in ran.out.splitlines()] == [5, 6]
+    assert ran.err == "UNAVAILABLE: it restarts; it is asked again\n"
+
+
+def test_a_daemon_that_does_not_tell_what_has_happened(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = silent
+    assert ctl("events", "--timeout", "0.05").status == exits.UNAVAILABLE
+    daemon.handle = fails("PERMISSION_DENIED", "not you")
+    assert ctl("events") == (exits.ERROR, "", "PERMISSION_DENIED: not you\n")
+
+
+LOG = LogTail("m.1.w1", 1, 24_000, NOW, "first\n\x1b[2Jsecond\n")
+
+
+def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> None:
+    empty = LogTail("m.1.holder", 1, 0, NOW, "")
+    daemon.handle = lambda message, _: [encode(LogsResponse(message.id, (empty, LOG), 2))]
+    assert ctl("logs", "m", "--process", "p", "-n", "7").out.splitlines() == [
+        "2 processes more that wrote before: --process shows one",
+        "m.1.holder: nothing",
+        f"m.1.w1: 24,000 bytes, the last at {moment(NOW)}",
+        "  first",
+        "  \\x1b[2Jsecond",
+    ]
+    asked, _ = daemon.next()
+    assert isinstance(asked, Logs)
+    assert (asked.model_name, asked.process, asked.lines) == ("m", "p", 7)
+    told = json.loads(ctl("logs", "m", "--json").out)
+    assert (told["logs"][1]["text"], told["left_out"]) == (LOG.text, 2)
+    daemon.handle = lambda message, _: [encode(LogsResponse(message.id, ()))]
+    assert ctl("logs", "m").out == "no process has a log\n"
+
+
+@pytest.mark.parametrize("arguments", ["logs m -n 0", "logs m -n x", "events --since 1w", "events -n 0"])
+def test_a_wrong_command_line(alone: Ctl, arguments: str) -> None:
+    ran = alone(*arguments.split())
+    assert (ran.status, ran.out) == (exits.USAGE, "")
+    assert ", got '" in ran.err

@@ -1,0 +1,140 @@
+"""Models and metadata: what can be asked, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from typing import Any, List, Optional, Sequence
+
+import pytest
+
+from testkit.fakedaemon import FakeDaemon, echo
+from weightd.ctl import exits
+from weightd.ctl.__main__ import main
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.status import ModelStatus, Status, StatusResponse
+from weightd.protocol.messages.types import ClientMessage
+
+from .conftest import Ctl, fails
+
+IMAGE = TensorSignature("image", "FP32", (-1, 3, -1, -1))
+MASK = TensorSignature("mask", "BOOL", (2,))
+ANY = TensorSignature("any one", "INT64", None)
+Y = TensorSignature("y", "FP32", (-1, 10))
+
+
+class Models:
+    """The models one, which serves, and two, which loads."""
+
+    def __init__(self, *inputs: TensorSignature, example: Any = None) -> None:
+        self.inputs = inputs
+        self.example = example
+
+    def __call__(self, message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
+        if isinstance(message, Status):
+            one, two = (ModelStatus(name, "fake", "/m", state, 0, 0, 0, ()) for name, state in STATES)
+            return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (one, two)))]
+        if isinstance(message, ModelMetadata):
+            assert message.model_name == "one", "nobody waits for what loads"
+            return [encode(ModelMetadataResponse(message.id, "one", "fake", self.inputs, (Y,), example=self.example))]
+        return echo(message, tensors)
+
+
+STATES = (("one", "serving"), ("two", "building"))
+
+
+def test_models_are_a_row_each(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = Models(IMAGE, MASK, MASK, MASK)
+    assert ctl("models").out.splitlines() == [
+        "MODEL  STATE     ENGINE  INPUTS",
+        "one    serving   fake    image FP32 [-1, 3, -1, -1], mask BOOL [2], mask BOOL [2], and 1 more",
+        "two    building  fake    -",
+    ]
+    daemon.handle = Models(ANY)
+    assert json.loads(ctl("models", "--json").out) == {
+        "models": [
+            {
+                "name": "one",
+                "state": "serving",
+                "platform": "fake",
+                "inputs": [{"name": "any one", "datatype": "INT64", "shape": None}],
+                "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, 10]}],
+            },
+            {"name": "two", "state": "building", "platform": "fake", "inputs": None, "outputs": None},
+        ]
+    }
+
+
+def test_a_model_that_has_left_meanwhile_is_told_without_its_inputs(ctl: Ctl, daemon: FakeDaemon) -> None:
+    told, gone = Models(), fails("NOT_FOUND", "no model 'one'")
+    daemon.handle = lambda message, tensors: (told if isinstance(message, Status) else gone)(message, tensors)
+    assert ctl("models").out.splitlines()[1] == "one    serving   fake    -"
+    daemon.handle = echo
+    assert ctl("models").out == "there is no model\n"
+
+
+def test_metadata_as_json(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = Models(IMAGE, example=((1, 3, 64, 64),))
+    told = json.loads(ctl("metadata", "one", "--json").out)
+    assert told["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
+    assert (told["platform"], told["example_shapes"]) == ("fake", {"image": [1, 3, 64, 64]})
+
+
+def parts(printed: str) -> List[str]:
+    """What it is, the command, and the program."""
+    head, command, *program = printed.split("\n\n")
+    return [head, command, "\n\n".join(program)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "example", "more"),
+    [
+        ((IMAGE, MASK), ((1, 3, 64, 64), (2,)), ""),
+        ((IMAGE,), None, ""),
+        ((ANY,), ((),), ""),
+        ((ANY,), None, "--shape 'any one=1'"),
+        ((), None, ""),
+    ],
+)
+def test_what_it_says_to_copy_runs_as_it_is(
+    ctl: Ctl, daemon: FakeDaemon, inputs: Sequence[TensorSignature], example: Any, more: str
+) -> None:
+    daemon.handle = Models(*inputs, example=example)
+    ran = ctl("metadata", "one")
+    _, command, program = parts(ran.out)
+    assert command == f"weightctl --socket {daemon.address} predict one --random {more}".rstrip()
+    assert main(shlex.split(command)[1:]) == exits.OK
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program, {})
+    assert all(each.name in printed.getvalue() for each in inputs)
+
+
+def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemon: FakeDaemon, directory: Any
+) -> None:
+    daemon.handle = Models(MASK)
+    for variable, said in ((daemon.address, f" --socket {daemon.address}"), (None, "")):
+        default(monkeypatch, daemon.address, variable)
+        assert main(["--tenant", "a b", "metadata", "one"]) == exits.OK
+        head, command, program = parts(capsys.readouterr().out)
+        assert head == "one: fake\n  inputs\n    mask  BOOL  [2]\n  outputs\n    y  FP32  [-1, 10]"
+        assert command == f"weightctl{said} --tenant 'a b' predict one --random"
+        assert ("with Client(tenant='a b') as client:" in program) is (not said)
+
+
+def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[str]) -> None:
+    if variable is None:
+        monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
+        monkeypatch.setattr("weightd.ctl.__main__.default_address", lambda: address)
+    else:
+        monkeypatch.setenv("WEIGHTD_SOCKET", variable)
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightd.daemon.children import meter
+from weightd.daemon.children.meter import Meter
+
+
+def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:
+    path = tmp_path / "copied"
+    written = Meter(path, models=3)
+    assert meter.read(path) is None
+    written.begins(100)
+    written.add(60)
+    # Of those that are not open yet the size is that of the others.
+    assert meter.read(path) == (60, 300)
+    written.add(40)
+    written.begins(200)
+    written.add(10)
+    assert meter.read(path) == (110, 450)
+    written.close()
+    written.add(1)
+    assert meter.read(path) == (110, 450)
+
+
+def test_what_is_no_meter_tells_nothing(tmp_path: Path) -> None:
+    for name, content in (("empty", b""), ("short", b"x" * 15), ("more than all", b"\xff" * 8 + b"\0" * 8)):
+        (tmp_path / name).write_bytes(content)
+        assert meter.read(tmp_path / name) is None
+    (tmp_path / "link").symlink_to(tmp_path / "short")
+    assert meter.read(tmp_path / "link") is None
+    assert meter.read(tmp_path / "none") is None
+
+
+def test_a_copy_goes_on_where_nobody_can_be_told(tmp_path: Path) -> None:
+    written = Meter(tmp_path / "none" / "copied")
+    written.begins(1)
+    written.add(1)
+    written.close()

@@ -1,0 +1,110 @@
+"""The last of what is logged is kept, and told a page at a time: nothing twice, and nothing left out in silence."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.host.happened import Happened
+from weightd.daemon.host.logs import about
+from weightd.protocol import limits
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.journal import Event, Events
+
+LOG = logging.getLogger("weightd")
+
+
+def log(happened: Happened, text: str, level: int = logging.INFO, model: str = "", name: str = "weightd") -> None:
+    record = logging.LogRecord(name, level, __file__, 1, "%s", (text,), None)
+    record.__dict__.update(about(model) if model else {})
+    happened.handle(record)
+
+
+def pages(happened: Happened, after: int = 0, model: str = "", limit: int = limits.MAX_EVENTS) -> list[Event]:
+    """All that is told, page by page."""
+    told: list[Event] = []
+    while True:
+        answer = happened.answer(Events("1", after, model, limit))
+        told += answer.events
+        assert answer.last >= after
+        after = answer.last
+        if not answer.more:
+            return told
+
+
+@pytest.fixture
+def happened(caplog: pytest.LogCaptureFixture) -> Happened:
+    caplog.set_level(logging.DEBUG, "weightd")
+    return Happened()
+
+
+def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: Happened) -> None:
+    with happened.listening():
+        LOG.info("two\nlines of %s", "m.1.w1", extra=about("m", 1, "m.1.w1"))
+        LOG.warning("x" * 2000)
+        LOG.debug("unseen")
+        logging.getLogger("weightd.accounts").info("each minute")
+        logging.getLogger("weightd.accounts").warning("begin anew")
+        try:
+            raise ValueError("as a test")
+        except ValueError:
+            LOG.critical("it fails", exc_info=True)
+    LOG.error("after the block")
+    first, *more = pages(happened)
+    assert (first.severity, first.text) == ("info", "two | lines of m.1.w1")
+    assert (first.model, first.generation, first.child) == ("m", 1, "m.1.w1")
+    assert [(each.severity, each.text[:24]) for each in more] == [
+        ("warning", "x" * 24),
+        ("warning", "begin anew"),
+        ("error", "it fails: ValueError: as"),
+    ]
+    assert more[0].text.endswith("...")
+    assert {after.number - before.number for before, after in pairwise([first, *more])} == {1}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "m", "n"]), st.integers(0, 3000))), st.integers(1, 9), st.integers(1, 5))
+def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
+    logged: list[tuple[str, int]], most: int, limit: int
+) -> None:
+    happened = Happened(most, 10_000)
+    for model, size in logged:
+        log(happened, "x" * size, model=model)
+    kept = pages(happened)
+    assert len(kept) <= most
+    assert [each.model for each in kept] == [model for model, _ in logged][len(logged) - len(kept) :]
+    assert pages(happened, limit=limit) == kept
+    assert pages(happened, model="m", limit=limit) == [each for each in kept if each.model == "m"]
+    answer = happened.answer(Events("1"))
+    assert answer.missed + len(kept) == len(logged)
+    assert happened.answer(Events("1", answer.last + answer.more)).events == ()
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_an_answer_fits_in_a_header() -> None:
+    happened = Happened(10_000, 500_000)
+    for _ in range(5000):
+        log(happened, "ü" * 1000, model="m" * 64)
+    kept = pages(happened)
+    assert 300 < len(kept) < 500_000 / 1024
+    answer = happened.answer(Events("1" * limits.MAX_ID_BYTES))
+    assert answer.more == len(kept) - len(answer.events)
+    assert sum(map(len, encode(answer))) <= limits.MAX_HEADER_BYTES
+
+
+def test_who_goes_on_after_a_restart_misses_nothing_and_is_told_what_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("time.time_ns", itertools.count(10**18, 10**10).__next__)
+    before, now = Happened(), Happened(2)
+    log(before, "the last of the daemon before")
+    [last] = pages(before)
+    for number in range(3):
+        log(now, str(number))
+    answer = now.answer(Events("1", last.number))
+    assert ([each.text for each in answer.events], answer.missed) == (["1", "2"], 1)
+    # Of a daemon whose clock was ahead.
+    assert [each.text for each in now.answer(Events("1", 2**62)).events] == ["1", "2"]

@@ -1,0 +1,112 @@
+"""How far a load is: what is told never goes back, never reaches the end, and nothing is told that nobody knows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.daemon.models.pace import Load, Pace, Share
+
+MB = 10**6
+SECONDS = st.floats(0, 1e6)
+PACES = st.builds(Pace, st.integers(0, 2**40), SECONDS, st.none() | SECONDS)
+STEPS = st.lists(
+    st.tuples(SECONDS, st.sampled_from(["copying", "copying", "pinned", "loads", "wait"]), st.integers(0, 2**40)),
+    max_size=20,
+)
+
+
+@given(st.none() | PACES, STEPS, st.integers(0, 2**40))
+def test_whatever_happens_it_never_goes_back_nor_says_that_it_is_over(
+    before: Pace | None, steps: list[tuple[float, str, int]], nbytes: int
+) -> None:
+    now = 1000.0
+    load = Load(before, now)
+    told = 0.0
+    for seconds, step, copied in steps:
+        now += seconds
+        if step == "copying":
+            load.copying(copied, nbytes)
+        elif step == "pinned":
+            load.pinned(nbytes, now)
+        elif step == "loads":
+            load.loads(now)
+        share = load.share(now)
+        assert (share.done is None) >= (before is None)
+        assert share.left_s is None or (share.left_s > 0 and share.done is not None)
+        assert share.copied is None or 0 < share.copied <= 1
+        if share.done is not None:
+            assert told <= share.done <= 0.99
+            told = share.done
+
+
+def told(load: Load, now: float) -> tuple[float, float]:
+    """What is told where both are known, but for what floats leave of it."""
+    share = load.share(now)
+    assert share.done is not None
+    assert share.left_s is not None
+    return round(share.done, 6), round(share.left_s, 6)
+
+
+def test_one_that_goes_as_the_last_one_is_told_to_the_second() -> None:
+    load = Load(Pace(100 * MB, 60.0, 40.0), 0.0)
+    assert load.share(1.0) == Share(0.01, 99.0)
+    load.copying(25 * MB, 100 * MB)
+    assert load.share(10.0) == Share(0.1, 90.0, 0.25)
+    load.pinned(100 * MB, 40.0)
+    assert load.share(45.0) == Share(0.4, None)  # of the wait for room nobody knows
+    load.loads(50.0)
+    assert told(load, 80.0) == (0.7, 30.0)
+    assert load.share(109.0).left_s == 1.0
+    assert load.serves(110.0) == Pace(100 * MB, 60.0, 40.0)
+
+
+def test_a_copy_that_is_slower_than_the_last_one_takes_back_nothing_that_was_told() -> None:
+    load = Load(Pace(100 * MB, 60.0, 40.0), 0.0)
+    assert load.share(20.0).done == 0.2
+    load.copying(5 * MB, 100 * MB)
+    assert load.share(20.0) == Share(0.2, 440.0, 0.05)
+
+
+def test_a_larger_file_takes_longer_and_its_copy_as_long_as_it_does() -> None:
+    load = Load(Pace(100 * MB, 10.0, 1.0), 0.0)
+    load.copying(10 * MB, 200 * MB)
+    assert told(load, 1.0) == (0.025, 39.0)
+    load.pinned(200 * MB, 20.0)
+    load.loads(20.0)
+    assert told(load, 30.0) == (0.75, 10.0)
+
+
+def test_what_was_not_copied_takes_no_time_and_leaves_what_is_known_of_that() -> None:
+    load = Load(Pace(100 * MB, 10.0, 30.0), 0.0)
+    load.pinned(100 * MB, 0.0)
+    load.loads(0.0)
+    assert load.share(5.0) == Share(0.5, 5.0)
+    assert load.serves(12.0) == Pace(100 * MB, 12.0, 30.0)
+
+
+def test_one_that_takes_longer_than_the_last_one_comes_nearer_and_nearer() -> None:
+    load = Load(Pace(0, 10.0), 0.0)
+    load.loads(0.0)
+    shares = [load.share(seconds) for seconds in (9.0, 9.9, 10.0, 11.0, 20.0, 1000.0)]
+    assert [each.left_s is None for each in shares] == [False, False, True, True, True, True]
+    done = [each.done or 0.0 for each in shares]
+    assert done == sorted(done)
+    assert (round(done[0], 6), done[-1]) == (0.9, 0.99)
+    assert 0.94 < done[2] < done[3] < done[4]
+
+
+def test_of_the_first_one_only_the_copy_is_known() -> None:
+    load = Load(None, 0.0)
+    assert load.share(5.0) == Share()
+    load.copying(3, 4)
+    assert load.share(10.0) == Share(copied=0.75)
+    load.pinned(4, 10.0)
+    load.loads(10.0)
+    assert load.share(15.0) == Share()
+    assert load.serves(30.0) == Pace(4, 20.0, 10.0)
+
+
+def test_one_that_nobody_has_seen_begin_teaches_nothing() -> None:
+    load = Load(None, 0.0)
+    assert load.serves(1.0) is None

@@ -1,0 +1,28 @@
+"""The daemon that the pages speak of, with small models under the names that they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from testkit import models
+from testkit.service import Service
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    directory = tmp_path_factory.mktemp("models")
+    tables = {
+        "digits": {"path": models.tiny(directory / "digits.onnx")},
+        "pair": {"path": models.two_inputs(directory / "pair.onnx")},
+        "words": {"path": models.integers(directory / "words.onnx")},
+    }
+    with Service(tables) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def env(service: Service) -> dict[str, str]:
+    """Where a client finds it without being told."""
+    return {"WEIGHTD_SOCKET": service.address}

@@ -1,0 +1,95 @@
+"""Pages for users: their sections, and the blocks of code in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from testkit.mindir import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+
+_LIMIT_S = 60
+
+
+class Block(NamedTuple):
+    """Code of a language, "" for what is only shown."""
+
+    language: str
+    code: str
+
+
+def sections(page: str) -> dict[str, str]:
+    """Heading to text, for the headings of the second level."""
+    parts = re.split(r"^## (.*)\n", (DOCS / page).read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of a text, in order."""
+    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+
+
+def said(code: str) -> list[str]:
+    """What the calls of print in it print, as the comments behind them say."""
+    return re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
+
+
+def run(programs: Mapping[str, str], directory: Path, env: Mapping[str, str]) -> dict[str, list[str]]:
+    """Run programs one after another, each as the only one that there is; return the lines that each prints.
+
+    Every warning is an error. One process does it, which imports numpy once. What waits where no function does is a
+    cell of a notebook, after which others go on with the same names, in the same loop.
+    """
+    given, results = directory / "programs.json", directory / "printed.json"
+    given.write_text(json.dumps(programs), encoding="utf-8")
+    runner = Path(__file__).with_name("runner.py")
+    left = output([sys.executable, "-W", "error", str(runner), str(given), str(results)], directory, env)
+    # What is told when the process ends, of what was not closed.
+    assert left == []
+    printed: dict[str, list[str]] = json.loads(results.read_text("utf-8"))
+    return printed
+
+
+def output(command: list[str], directory: Path, env: Mapping[str, str], status: int = 0) -> list[str]:
+    """Run a command; return the lines that it prints, errors after the rest."""
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return (done.stdout + done.stderr).splitlines()
+
+
+def broken_links(page: str) -> list[str]:
+    """Links to files and headings of the repository that lead nowhere."""
+    text = (DOCS / page).read_text("utf-8")
+    broken: list[str] = []
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = DOCS / (file or page)
+        if not target.is_file() or (heading and heading not in _headings(target.read_text("utf-8"))):
+            broken.append(f"{file}#{heading}")
+    return broken
+
+
+def long_lines(page: str) -> list[str]:
+    """Lines that are too long, but for tables."""
+    lines = (DOCS / page).read_text("utf-8").splitlines()
+    return [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def _headings(text: str) -> set[str]:
+    lines = [line for line in text.splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in lines}

@@ -1,0 +1,41 @@
+"""How far a real load is, and what the next daemon knows of that."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from testkit.managed import ManagedService
+from weightd.protocol.messages.status import GenerationStatus
+
+from .support import ONE_ENGINE, model_status
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+PAUSE_S = 0.02
+
+
+def test_what_one_daemon_has_seen_of_a_load_the_next_one_tells_while_it_loads_again(mlp: Path) -> None:
+    with ManagedService({"mlp": {"path": mlp, "workers": 1}}) as service:
+        service.ready()
+        service.restart(signal.SIGTERM)
+        service.ready()
+        shares: list[GenerationStatus] = []
+        with service.client() as client, ThreadPoolExecutor(1) as pool:
+            updating = pool.submit(client.update, "mlp", str(mlp))
+            while not updating.done():
+                shares += [each for each in model_status(service, "mlp").generations if each.number == 2]
+                time.sleep(PAUSE_S)
+            assert updating.result().generations == (2,)
+        done = [each.done for each in shares if each.done is not None]
+        assert done == sorted(done)
+        assert 0 < done[-1] < 1
+        assert any(each.left_s for each in shares)
+        assert all((each.done is None) == (each.state == "serving") for each in shares), shares
+        # Of the one that serves nothing is left to tell.
+        (generation,) = [each for each in model_status(service, "mlp").generations if each.number == 2]
+        assert (generation.done, generation.left_s) == (None, None)
