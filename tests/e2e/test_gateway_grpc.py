@@ -153,8 +153,9 @@ def test_what_a_compressed_message_becomes_is_bounded_before_it_is_kept(gateway:
 
     before = most_bytes()
     for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
-        with grpc.insecure_channel(address) as channel:
-            infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with grpc.insecure_channel(address) as opened:
+            channel: Any = opened
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             with pytest.raises(grpc.RpcError) as refused:
                 infer(bytes(96 * 1024 * 1024), compression=compression, timeout=LIMIT_S)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

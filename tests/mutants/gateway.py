@@ -17,7 +17,7 @@ MUTANTS = [
         ("    if not _DIGEST.fullmatch(words[0]):", "    if False:"),
         ("        if self.taken >= self._most:", "        if False:"),
         ("        if self.taken_bytes + nbytes > self._most_bytes:", "        if False:"),
-        ("            self.taken_bytes -= seat.nbytes", "            pass"),
+        ("        self._seats.taken_bytes -= self.nbytes", "        pass"),
     ),
     *mutants(
         "gateway",

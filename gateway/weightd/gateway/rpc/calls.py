@@ -25,6 +25,7 @@ from weightd.protocol.errors import (
     Unauthenticated,
     WeightdError,
 )
+from weightd.shared.seldom import Seldom
 
 _log = logging.getLogger("weightd.gateway.rpc")
 
@@ -43,6 +44,9 @@ LEAST_KEPT = 64 * 1024
 
 # Of HTTP: from here on it is not the caller who has erred.
 _SERVER_ERROR = 500
+
+# Between two lines of the log about errors of one code to one caller: who asks again and again fills no log.
+_QUIET_S = 10.0
 
 PROBE = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
@@ -103,6 +107,7 @@ class Calls:
         self._patience = patience
         self._certificates = certificates
         self._peers = peers
+        self._seldom = Seldom(_QUIET_S)
         self.seats = seats
 
     def single(self, name: str, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
@@ -117,12 +122,11 @@ class Calls:
                     seat.take(len(message))
                     answer = await method(call, parsed(message, parse))
                 if len(answer) >= LEAST_KEPT:
-                    sent = self.seats.keep(len(answer))
-                    context.add_done_callback(lambda _: sent.leave())
+                    _until_sent(context, self.seats.keep(len(answer)))
             except WeightdError as error:
-                note(name, call, begun, told(error))
+                self.note(name, call, begun, told(error))
                 raise
-            note(name, call, begun)
+            self.note(name, call, begun)
             return answer
 
         return grpc.stream_unary_rpc_method_handler(guarded(handle))
@@ -145,6 +149,19 @@ class Calls:
         caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
         is_local = self._peers and context.peer().startswith(_LOCAL)
         return Call(caller, seat, parent, context.time_remaining(), is_local)
+
+    def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
+        """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
+        caller, trace = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
+        now, more, level = time.monotonic(), "", logging.DEBUG
+        if error is not None and status_of(error).http >= _SERVER_ERROR:
+            untold = self._seldom.tell(f"{caller} {error.code}", now)
+            if untold is not None:
+                level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
+        if _log.isEnabledFor(level):
+            came_of_it = "OK" if error is None else f"{error.code}: {error}"
+            what = f"{name} for {caller}: {came_of_it} in {1000 * (now - begun):.1f} ms"
+            _log.log(level, "%s%s%s", what, f", traceparent {trace}" if trace else "", more)
 
     async def _received(self, context: Context) -> Any:
         """Return the message, as bytes.
@@ -189,15 +206,6 @@ def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Co
     return call
 
 
-def note(name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
-    """Tell the log of a request that has ended: as a warning, if it is the service that has failed."""
-    level = logging.WARNING if error is not None and status_of(error).http >= _SERVER_ERROR else logging.DEBUG
-    if _log.isEnabledFor(level):
-        caller, parent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
-        code = "OK" if error is None else f"{error.code}: {error}"
-        _log.log(level, "%s for %s: %s in %.1f ms %s", name, caller, code, 1000 * (time.monotonic() - begun), parent)
-
-
 async def _refuse(context: Context, error: WeightdError) -> NoReturn:
     """End a call in an error."""
     if isinstance(error, Unimplemented):
@@ -230,6 +238,15 @@ def _within(seconds: float) -> Generator[None, None, None]:
         raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds (receive_timeout)") from None
     finally:
         timer.cancel()
+
+
+def _until_sent(context: Any, seat: Seat) -> None:
+    """Keep a seat until the call has ended, in whatever way."""
+
+    def leave(_: object) -> None:
+        seat.leave()
+
+    context.add_done_callback(leave)
 
 
 def _common_name(context: Context) -> str | None:

@@ -7,12 +7,11 @@ import time
 import grpc
 
 from weightd.gateway.codes import told
-from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded, note
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded
 from weightd.gateway.rpc.cutting import cut
 from weightd.gateway.rpc.requests import Memory, asked
 from weightd.gateway.rpc.responses import response, streamed, streamed_error
 from weightd.gateway.rpc.streams import Streams
-from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
 from weightd.protocol.errors import WeightdError
 
@@ -43,7 +42,7 @@ class Inference:
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())
-                    answer = await self._of_stream(call, message, calls.seats)
+                    answer = await self._of_stream(calls, call, message)
                     sent = calls.seats.keep(len(answer))
                     try:
                         await context.write(answer)
@@ -59,18 +58,18 @@ class Inference:
         what = asked(message, call, self._memory)
         return response(what, await self._service.infer(call.caller, what.question))
 
-    async def _of_stream(self, call: Call, message: bytes, seats: Seats) -> bytes:
+    async def _of_stream(self, calls: Calls, call: Call, message: bytes) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
         begun = time.monotonic()
         try:
-            with seats.one() as seat:
+            with calls.seats.one() as seat:
                 seat.take(len(message))
                 what = asked(message, call._replace(seat=seat), self._memory)
                 answer = response(what, await self._service.infer(call.caller, what.question), final=True)
         except WeightdError as error:
-            note("ModelStreamInfer", call, begun, told(error))
+            calls.note("ModelStreamInfer", call, begun, told(error))
             return streamed_error(cut(message).id, str(told(error)))
-        note("ModelStreamInfer", call, begun)
+        calls.note("ModelStreamInfer", call, begun)
         return streamed(answer)
 
 
