@@ -79,6 +79,15 @@ MUTANTS = [
     ),
     *mutants(
         "gateway",
+        "gateway/rest/test_hostile.py",
+        ("                resp.release()\n", "                pass\n"),
+        (
+            "        kept = self._service.seats.keep(len(described) + sum(map(len, pieces)))",
+            "        kept = self._service.seats.keep(0)",
+        ),
+    ),
+    *mutants(
+        "gateway",
         "gateway/test_service.py",
         ("            if time.monotonic() - self._at > _FRESH_S:", "            if True:"),
         ("        wanted = told(error)", "        wanted: Any = error"),

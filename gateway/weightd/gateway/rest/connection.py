@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from weightd.gateway.rest.reply import Refused
+from weightd.gateway.rest.reply import Refused, Reply
 
 _LATE = "the body of the request has not come in time (receive_timeout)"
 
@@ -147,6 +147,8 @@ class Connection(RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
+            if isinstance(resp, Reply):
+                resp.release()
             self.enter(Phase.IDLE)
 
     def handle_error(

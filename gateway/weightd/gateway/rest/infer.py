@@ -59,9 +59,11 @@ class Inference:
                 Question(model, inputs, asked.wanted, asked.timeout, asked.priority, trace_of(request), asked.id),
             )
             described, pieces = answer.encode(model, asked, answered, places)
+        # Whoever does not read keeps no more than there may be of all.
+        kept = self._service.seats.keep(len(described) + sum(map(len, pieces)))
         if not pieces:
-            return Reply([described], JSON)
-        return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))})
+            return Reply([described], JSON, seat=kept)
+        return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))}, seat=kept)
 
     def _inputs(self, caller: Caller, asked: Form, tensors: memoryview) -> dict[str, Array]:
         cuts = form.cut(asked, tensors)

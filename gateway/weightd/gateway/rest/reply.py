@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from weightd.gateway.codes import retry_after, status_of
+from weightd.gateway.seats import Seat
 from weightd.protocol.errors import RequestError, Unauthenticated
 
 JSON = "application/json"
@@ -34,6 +35,7 @@ class Reply:
         kind: its media type.
         status: of HTTP.
         headers: more of them, with values that hold no line breaks.
+        seat: has the content in it until that is written, or given up.
 
     Attributes:
         headers: as above; more may be added.
@@ -46,12 +48,14 @@ class Reply:
         kind: str = JSON,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self.content = content
         self.status = status
         self.keep_alive = True
         self.body_length = sum(map(len, content))
         self._kind = kind
+        self._seat = seat
         self.headers = dict(headers or {})
 
     async def prepare(self, request: web.BaseRequest) -> None:
@@ -72,6 +76,12 @@ class Reply:
 
     async def write_eof(self) -> None:
         """Nothing is left to be written."""
+
+    def release(self) -> None:
+        """Nothing of it is kept any more."""
+        self.content = ()
+        if self._seat is not None:
+            self._seat.leave()
 
     def _head(self, request: web.BaseRequest) -> bytes:
         lines = [
