@@ -75,7 +75,8 @@ class GatewayConfig:
     """Requests that are received or answered at once. Whoever comes beyond that is told so at once."""
 
     max_memory_bytes: int = field(default=1024 * 1024 * 1024, metadata=integer(1024, 2**62))
-    """Bytes of all requests that are received or answered at once, likewise; at least `max_body_bytes`."""
+    """Bytes of all requests that are received or answered at once, likewise, and of answers that callers have not read;
+    at least `max_body_bytes`."""
 
     max_connections: int = field(default=4096, metadata=integer(1, _MOST_COUNT))
     """Callers that may be connected at once with HTTP; beyond that who has been silent for longest goes."""
