@@ -28,7 +28,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: demo test test-most test-oldest test-beside test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench browser fuzz chaos leak clean
-.PHONY: bench-rival help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
+.PHONY: bench-rival bench-gateway help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -81,6 +81,9 @@ bench: $(VENV)/.made  ## memory, latency, large tensors, throughput, engine, sta
 bench-rival: $(VENV)/.made $(RIVAL)/.made  ## weightd and mosec side by side: latency, throughput, start, memory, kill -9
 	$(BIN)/python -m benchmarks rival
 
+bench-gateway: $(VENV)/.made $(RIVAL)/.made $(RIVAL)-mlserver/.made $(RIVAL)-pytriton/.made $(RIVAL)-client/.made  ## the gateway beside MLServer, PyTriton and mosec, asked by tritonclient
+	$(BIN)/python -m benchmarks gateway
+
 fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the page store's index and the configuration [SECONDS=60]
 	set -ex; for each in framing decoder store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
 
@@ -92,7 +95,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and te
 	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -122,11 +125,23 @@ $(VENV)/.made-fuzz: $(VENV)/.made
 	$(VENV)/$(INSTALL) --group fuzz
 	@touch $@
 
-# The engine and numpy are those of the other environment, to the version.
-$(RIVAL)/.made: benchmarks/requirements-rival.txt $(VENV)/.made
-	$(BIN)/python -m venv $(RIVAL)
-	$(BIN)/python -m pip freeze | grep -E '^(numpy|onnxruntime)==' >$(RIVAL)/requirements.txt
-	$(RIVAL)/$(INSTALL) --requirement $(RIVAL)/requirements.txt --requirement $<
+# The engine is that of the other environment, to the version, and so is numpy where the rival takes it.
+$(RIVAL)/.made $(RIVAL)-mlserver/.made: .venv-%/.made: benchmarks/requirements/%.txt $(VENV)/.made
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python -m pip freeze | grep -E '^(numpy|onnxruntime)==' >$(@D)/requirements.txt
+	$(@D)/$(INSTALL) --requirement $(@D)/requirements.txt --requirement $<
+	@touch $@
+
+# Its server brings a libpython, which reads the standard library of this interpreter: the system's is made like it.
+$(RIVAL)-pytriton/.made: benchmarks/requirements/rival-pytriton.txt $(VENV)/.made
+	$(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3) $(PYTHON)) -m venv $(@D)
+	$(BIN)/python -m pip freeze | grep -E '^onnxruntime==' >$(@D)/requirements.txt
+	$(@D)/$(INSTALL) --requirement $(@D)/requirements.txt --requirement $<
+	@touch $@
+
+$(RIVAL)-client/.made: benchmarks/requirements/rival-client.txt $(VENV)/.made
+	$(BIN)/python -m venv $(@D)
+	$(@D)/$(INSTALL) --requirement $<
 	@touch $@
 
 # weightd gets in by a .pth file: its build backend does not run on 3.7, so an editable install there is impossible.

@@ -13,6 +13,7 @@ from benchmarks import (
     batching,
     engine,
     fairness,
+    gateway,
     latency,
     memory,
     overload,
@@ -37,6 +38,7 @@ from benchmarks.material import (
 from benchmarks.report import Result, as_json, as_table, progress
 
 FAIRNESS = "fairness"
+GATEWAY = "gateway"
 MEMORY = "memory"
 RANKS = "ranks"
 RIVAL = "rival"
@@ -73,19 +75,25 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
     ),
     FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "what one tenant can do to another; as root ‡"),
+    GATEWAY: Benchmark(
+        gateway.run, gateway.WORKERS, "HTTP and gRPC beside MLServer, PyTriton and mosec; see `make bench-gateway`"
+    ),
     RANKS: Benchmark(
         ranks.run, ranks.WORKERS, "two ranks of MindSpore against the same without weightd; `make .venv-mindspore` *"
     ),
     RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd and mosec side by side; see `make bench-rival` *"),
 }
 
+# They need more than the others.
+_ALONE = (FAIRNESS, GATEWAY, RANKS, RIVAL)
+
 _EPILOG = """\
 benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
-  all         each of them but fairness, ranks and rival
+  all         each of them but fairness, gateway, ranks and rival
 
 * over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
-‡ --part chooses some of it, --no-tenants tells nobody apart, --quick takes shorter rounds, of which less can be said.
+‡ --part chooses some of it, --no-tenants tells nobody apart. --quick, with gateway too: less can be said of it.
 † of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
 
 Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
@@ -96,11 +104,7 @@ Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 it cannot
 def main() -> int:
     """Run what the command line asks for; return the exit status."""
     options = _parser().parse_args()
-    names = (
-        [each for each in BENCHMARKS if each not in (FAIRNESS, RANKS, RIVAL)]
-        if options.name == "all"
-        else [options.name]
-    )
+    names = [each for each in BENCHMARKS if each not in _ALONE] if options.name == "all" else [options.name]
     results: dict[str, Any] = {}
     try:
         compile_weightd(options.engine)
@@ -155,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", action="append", default=[], choices=[*fairness.PARTS], help="of fairness; several times for several"
     )
-    parser.add_argument("--quick", action="store_true", help="fairness in shorter rounds")
+    parser.add_argument("--quick", action="store_true", help="fairness and gateway in fewer or shorter rounds")
     parser.add_argument("--no-tenants", action="store_true", help="fairness without [tenants], where all are one")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from benchmarks.rounds import seconds_of
 from testkit import loads, models, users
 from testkit.loads import OK, WRONG, Asked
 from testkit.plain import PlainProcess
+from testkit.ports import free_ports
 from testkit.service import Service
 from testkit.users import User
 from weightd.client import Client, RequestError
@@ -383,7 +383,7 @@ def _shares(plan: _Plan) -> Found:
 def _curve(plan: _Plan) -> Found:
     inputs = material.inputs(TINY_WIDTH)
     path = material.model(TINY, plan.setup.engine)
-    plain, curve = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))
+    plain, curve = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     with contextlib.ExitStack() as stack:
         bare = stack.enter_context(PlainProcess(path, plan.setup.engine))
         reference = material.Reference(bare, inputs)
@@ -415,12 +415,6 @@ def _curve(plan: _Plan) -> Found:
         "spreads": {told: found.spread},
         "n": 2 * CURVE_ROUNDS * CURVE_REQUESTS,
     }
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in probes]
 
 
 def _seat_seconds(service: Service) -> dict[str, float]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import socket
-import struct
 import subprocess
 import tempfile
 import time
@@ -17,7 +16,9 @@ from types import TracebackType
 import numpy as np
 
 from benchmarks.material import Arrays, UnavailableError
+from benchmarks.raw_http import RawHttp
 from testkit.mindir import REPOSITORY
+from testkit.ports import free_ports
 
 PYTHON = REPOSITORY / ".venv-rival" / "bin" / "python"
 
@@ -26,8 +27,6 @@ _LIMIT_S = 120
 _LOOK_S = 0.005
 _CONNECTED = re.compile(r"socket connected to")  # a worker says so once it has built its model
 _HEAD = b"POST /inference HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
-_PIECE = 2**16
 
 
 class MosecServer:
@@ -50,7 +49,7 @@ class MosecServer:
             raise UnavailableError(f"no mosec in {PYTHON.parent.parent}: `make bench-rival` installs it there")
         self._directory = tempfile.TemporaryDirectory(prefix="mosec-", dir="/tmp")
         self._log = Path(self._directory.name, "log")
-        self._port = _free_port()
+        self._port = free_ports(1)[0]
         arguments = ["--port", str(self._port), "--address", "127.0.0.1", "--path", f"{self._directory.name}/ipc"]
         env = {**os.environ, "RIVAL_MODEL": str(self._model), "RIVAL_WORKERS": str(self._workers), **self._env}
         self.begin = time.perf_counter()
@@ -122,13 +121,10 @@ class MosecServer:
 
 
 class MosecClient:
-    """One connection that is kept alive. An answer's head is searched for its length, and for nothing else."""
+    """One connection to it, to which the bytes of x are sent, and those of y come back."""
 
     def __init__(self, connection: socket.socket) -> None:
-        # A timeout of Python's would cost a poll before each call; the kernel's costs none.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _LIMIT_S, 0))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
+        self._http = RawHttp(connection)
 
     def infer(self, inputs: Arrays) -> Arrays:
         """Send the bytes of x and return y."""
@@ -137,39 +133,16 @@ class MosecClient:
 
     def fileno(self) -> int:
         """The connection's, for who waits for several."""
-        return self._connection.fileno()
+        return self._http.fileno()
 
     def send(self, inputs: Arrays) -> None:
         """Send the bytes of x."""
         x = inputs["x"]
-        head = _HEAD % x.nbytes
-        body = x.data.cast("B")
-        sent = self._connection.sendmsg([head, body]) - len(head)
-        if sent < len(body):
-            self._connection.sendall(body[sent:])
+        self._http.send(_HEAD % x.nbytes, x.data.cast("B"))
 
     def answer(self) -> Arrays:
         """Wait for the answer to what was sent, and return y."""
-        return {"y": np.frombuffer(self._answer(), np.float32).reshape(1, -1)}
-
-    def _answer(self) -> bytes | bytearray:
-        data = self._connection.recv(_PIECE)
-        end = data.find(b"\r\n\r\n") + 4
-        found = _LENGTH.search(data, 0, end)
-        if not data.startswith(b"HTTP/1.1 200 ") or found is None:
-            raise ConnectionError(f"mosec answered {data[:100]!r}")
-        size = int(found[1])
-        if len(data) == end + size:
-            return data[end:]
-        answer = bytearray(size)
-        answer[: len(data) - end] = data[end:]
-        rest = memoryview(answer)[len(data) - end :]
-        while rest:
-            count = self._connection.recv_into(rest)
-            if not count:
-                raise ConnectionError("mosec closed the connection in an answer")
-            rest = rest[count:]
-        return answer
+        return {"y": np.frombuffer(self._http.answer().body, np.float32).reshape(1, -1)}
 
 
 def _children(pid: int) -> Iterator[int]:
@@ -178,9 +151,3 @@ def _children(pid: int) -> Iterator[int]:
             for child in task.read_text("ascii").split():
                 yield int(child)
                 yield from _children(int(child))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,195 @@
+"""The gateway beside other servers of the Open Inference Protocol, each asked by the same client; and beside mosec.
+
+The same ONNX models are served by weightd behind its gateway, by MLServer and by PyTriton, each in an environment of
+its own (`make bench-gateway`), the engine with one thread. MLServer is there twice: with a process for its models, as
+by default and as weightd has it, and without one, which is quicker. Unmodified tritonclient, in a process and an
+environment of its own, asks them in turn, one request at a time: by gRPC, and by HTTP with binary tensors, which
+MLServer refuses. mosec speaks no such protocol: it and the gateway are asked by a client of HTTP that looks at nothing,
+by raw bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import material
+from benchmarks.material import LARGEST, TINY, TINY_WIDTH, Arrays, Reference, Setup
+from benchmarks.mosec_server import MosecServer
+from benchmarks.oip import servers
+from benchmarks.oip.client import Round, TritonClient
+from benchmarks.oip.servers import Server
+from benchmarks.raw_http import RawHttp
+from benchmarks.report import Result, Target, percentile, progress, ratio
+from benchmarks.rounds import seconds_of
+from testkit.plain import PlainProcess
+
+WORKERS = 1
+ROUNDS = 15
+REQUESTS, LARGE_REQUESTS = 150, 30  # in a round
+QUICK_ROUNDS = 3
+LARGE_WIDTH = 150_000  # 600 KB
+
+OURS, MLSERVER, POOL, PYTRITON, MOSEC = "weightd", "mlserver", "mlserver_pool", "pytriton", "mosec"
+
+_SERVE: Mapping[str, servers.Serve] = {
+    OURS: servers.weightd,
+    MLSERVER: lambda models, _: servers.mlserver(models, 0),
+    POOL: servers.mlserver,
+    PYTRITON: servers.pytriton,
+}
+
+_HEADER_LENGTH = re.compile(rb"\r\ninference-header-content-length: (\d+)\r\n", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gateway(Result):
+    """Ratios are the gateway's p50 by the other's, medians over the rounds.
+
+    Attributes:
+        grpc_to_mlserver: a tiny request by gRPC, to one that runs models in itself.
+        grpc_to_mlserver_pool: to one that has a process for them.
+        http_to_pytriton: by HTTP with binary tensors.
+        http_to_mosec: a tiny request by raw HTTP.
+        grpc_600k_to_mlserver: the first with an input of 600 KB, which is answered by one number.
+        grpc_600k_to_mlserver_pool: likewise.
+        http_600k_to_pytriton: likewise.
+        http_600k_to_mosec: likewise.
+        p50_us: of each server and way, medians of the rounds.
+        spreads: quartiles of the ratios.
+    """
+
+    benchmark = "gateway"
+    grpc_to_mlserver: float
+    grpc_to_mlserver_pool: float
+    http_to_pytriton: float
+    http_to_mosec: float
+    grpc_600k_to_mlserver: float
+    grpc_600k_to_mlserver_pool: float
+    http_600k_to_pytriton: float
+    http_600k_to_mosec: float
+    p50_us: Mapping[str, float]
+    spreads: Mapping[str, tuple[float, float]]
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds of the ratios."""
+        return [
+            Target("grpc_to_mlserver", 0.9),
+            Target("http_to_pytriton", 0.8),
+            Target("grpc_600k_to_mlserver", 0.9),
+            Target("http_600k_to_pytriton", 0.8),
+        ]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        rows = [(name, f"p50 {each:7.0f} us") for name, each in self.p50_us.items()]
+        rows += [
+            (name, f"half of the rounds within {low:.2f} to {high:.2f}") for name, (low, high) in self.spreads.items()
+        ]
+        return rows
+
+
+class _Size(NamedTuple):
+    model: str
+    inputs: list[Arrays]
+    requests: int
+
+
+_SIZES: Mapping[str, tuple[str, int, int]] = {
+    "": (TINY, TINY_WIDTH, REQUESTS),
+    "_600k": (LARGEST, LARGE_WIDTH, LARGE_REQUESTS),
+}
+
+
+def run(setup: Setup) -> Gateway:
+    """Measure rounds of requests to each in turn."""
+    sizes = {suffix: _Size(model, material.inputs(width), count) for suffix, (model, width, count) in _SIZES.items()}
+    paths = {each.model: material.model(each.model, material.ENGINES[0]) for each in sizes.values()}
+    references: dict[str, Reference] = {}
+    pairs: dict[str, list[tuple[Arrays, Arrays]]] = {}
+    for each in sizes.values():
+        with PlainProcess(paths[each.model]) as bare:
+            references[each.model] = Reference(bare, each.inputs)
+            pairs[each.model] = [(inputs, bare.infer(inputs)) for inputs in each.inputs]
+    rounds = QUICK_ROUNDS if setup.quick else ROUNDS
+    p50: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(TritonClient(pairs))
+        found: dict[str, Server] = {}
+        for name, serve in _SERVE.items():
+            progress(f"{name} starts")
+            found[name] = stack.enter_context(serve(paths, setup.workers))
+        mosecs: dict[str, Callable[[Arrays], Arrays]] = {}
+        raws: dict[str, Callable[[Arrays], Arrays]] = {}
+        for each in sizes.values():
+            server = stack.enter_context(MosecServer(paths[each.model], setup.workers))
+            server.ready()
+            mosecs[each.model] = stack.enter_context(server.client()).infer
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", found[OURS].http)))
+            raws[each.model] = _RawBinary(RawHttp(connection), each.model).infer
+        for number in range(rounds):
+            progress(f"round {number + 1} of {rounds}")
+            for suffix, size in sizes.items():
+                for way, names in (("grpc", (OURS, MLSERVER, POOL)), ("http", (OURS, PYTRITON))):
+                    for name in names:
+                        address = f"127.0.0.1:{getattr(found[name], way)}"
+                        order = Round(way, address, size.model, size.model, size.requests)
+                        p50.setdefault(f"{name} {way}{suffix}", []).append(percentile(asked.seconds(order), 50))
+                check = references[size.model].check
+                for name, asks in ((OURS, raws), (MOSEC, mosecs)):
+                    seconds = seconds_of(asks[size.model], size.inputs, size.requests, check)
+                    p50.setdefault(f"{name} raw{suffix}", []).append(percentile(seconds, 50))
+    return _result(setup, rounds, p50)
+
+
+def _result(setup: Setup, rounds: int, p50: Mapping[str, list[float]]) -> Gateway:
+    compared = [("grpc", MLSERVER), ("grpc", POOL), ("http", PYTRITON), ("raw", MOSEC)]
+    ratios = {
+        f"{'http' if way == 'raw' else way}{suffix}_to_{rival}": ratio(
+            p50[f"{OURS} {way}{suffix}"], p50[f"{rival} {way}{suffix}"]
+        )
+        for suffix in _SIZES
+        for way, rival in compared
+    }
+    return Gateway(
+        engine=setup.engine,
+        workers=setup.workers,
+        n=rounds * (REQUESTS + LARGE_REQUESTS),
+        p50_us={name: 1e6 * statistics.median(each) for name, each in p50.items()},
+        spreads={name: each.spread for name, each in ratios.items()},
+        **{name: each.median for name, each in ratios.items()},
+    )
+
+
+class _RawBinary:
+    """The Open Inference Protocol's binary tensors by a client that looks at nothing but lengths."""
+
+    def __init__(self, http: RawHttp, model: str) -> None:
+        self._http = http
+        self._model = model
+
+    def infer(self, inputs: Arrays) -> Arrays:
+        """Send x and return y."""
+        x = inputs["x"]
+        asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+        body = json.dumps({"inputs": [asked], "parameters": {"binary_data_output": True}}).encode()
+        head = (
+            f"POST /v2/models/{self._model}/infer HTTP/1.1\r\nHost: localhost\r\n"
+            f"Inference-Header-Content-Length: {len(body)}\r\nContent-Length: {len(body) + x.nbytes}\r\n\r\n"
+        )
+        self._http.send(head.encode() + body, x.data.cast("B"))
+        reply = self._http.answer()
+        found = _HEADER_LENGTH.search(reply.head)
+        if found is None:
+            raise ConnectionError(f"no binary answer: {bytes(reply.body[:200])!r}")
+        size = int(found[1])
+        (told,) = json.loads(bytes(reply.body[:size]))["outputs"]
+        return {"y": np.frombuffer(reply.body, np.float32, offset=size).reshape(told["shape"])}

@@ -1,0 +1,88 @@
+"""tritonclient in an environment and a process of its own, which times rounds of requests to whomever it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from benchmarks.material import Arrays, DifferenceError, UnavailableError
+from testkit.mindir import REPOSITORY
+
+PYTHON = REPOSITORY / ".venv-rival-client" / "bin" / "python"
+
+_CHILD = Path(__file__).with_name("client_child.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """So many requests one after another.
+
+    Attributes:
+        kind: "grpc" or "http", with binary tensors.
+        address: of the server, HOST:PORT.
+        model: its name there.
+        arrays: of which model the inputs and answers are.
+        count: requests.
+    """
+
+    kind: str
+    address: str
+    model: str
+    arrays: str
+    count: int
+
+
+class TritonClient:
+    """The client; `pairs` are the inputs of each model and the right answers."""
+
+    def __init__(self, pairs: Mapping[str, Sequence[tuple[Arrays, Arrays]]]) -> None:
+        self._pairs = pairs
+
+    def __enter__(self) -> TritonClient:
+        if not PYTHON.exists():
+            raise UnavailableError(f"no tritonclient in {PYTHON.parent.parent}: `make bench-gateway` installs it there")
+        self._file = tempfile.NamedTemporaryFile(suffix=".npz")
+        arrays: dict[str, Any] = {
+            f"{model}.{index}.{name}": value
+            for model, pairs in self._pairs.items()
+            for index, (inputs, answer) in enumerate(pairs)
+            for name, value in (*inputs.items(), *answer.items())
+        }
+        np.savez(self._file, **arrays)
+        self._file.flush()
+        pipe = subprocess.PIPE
+        command = [str(PYTHON), "-I", str(_CHILD), self._file.name]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+        self._file.close()
+
+    def seconds(self, order: Round) -> list[float]:
+        """Return how long each request of a round took.
+
+        Raises:
+            DifferenceError: an answer is not the bare engine's.
+        """
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(dataclasses.asdict(order)), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise UnavailableError(f"tritonclient has ended with {order}; its error is above")
+        told = json.loads(line)
+        if "wrong" in told:
+            raise DifferenceError(f"{order}: answer {told['wrong']} is not the bare engine's")
+        seconds: list[float] = told["seconds"]
+        return seconds

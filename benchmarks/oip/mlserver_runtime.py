@@ -1,0 +1,27 @@
+"""A model for MLServer: an ONNX file with an input x and an output y, its own codec for arrays, one thread."""
+
+from __future__ import annotations
+
+import onnxruntime
+from mlserver import MLModel
+from mlserver.codecs import NumpyCodec
+from mlserver.types import InferenceRequest, InferenceResponse
+
+
+class Onnx(MLModel):
+    """A session with one thread, as weightd's workers have by default."""
+
+    async def load(self) -> bool:
+        """Build the model."""
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
+        path = self.settings.parameters.uri
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return True
+
+    async def predict(self, payload: InferenceRequest) -> InferenceResponse:
+        """Run the model."""
+        x = NumpyCodec.decode_input(payload.inputs[0])
+        y = self._session.run(["y"], {"x": x})[0]
+        return InferenceResponse(model_name=self.name, outputs=[NumpyCodec.encode_output("y", y)])

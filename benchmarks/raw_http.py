@@ -1,0 +1,59 @@
+"""A client of HTTP that does as little as a client can: one connection that is kept alive, and no look at headers."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+from typing import Any, NamedTuple
+
+_LIMIT_S = 120
+_LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
+_PIECE = 2**16
+
+
+class Reply(NamedTuple):
+    """An answer with status 200."""
+
+    head: bytes
+    body: bytes | bytearray
+
+
+class RawHttp:
+    """One connection. An answer's head is searched for its length, and for nothing else."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        # A timeout of Python's would cost a poll before each call; the kernel's costs none.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _LIMIT_S, 0))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """The connection's, for who waits for several."""
+        return self._connection.fileno()
+
+    def send(self, head: bytes, body: memoryview[Any]) -> None:
+        """Send a request."""
+        sent = self._connection.sendmsg([head, body]) - len(head)
+        if sent < len(body):
+            self._connection.sendall(body[sent:])
+
+    def answer(self) -> Reply:
+        """Wait for the answer to what was sent."""
+        data = self._connection.recv(_PIECE)
+        end = data.find(b"\r\n\r\n") + 4
+        found = _LENGTH.search(data, 0, end)
+        if not data.startswith(b"HTTP/1.1 200 ") or found is None:
+            raise ConnectionError(f"answered {data[:200]!r}")
+        size = int(found[1])
+        if len(data) == end + size:
+            return Reply(data[:end], data[end:])
+        answer = bytearray(size)
+        answer[: len(data) - end] = data[end:]
+        rest = memoryview(answer)[len(data) - end :]
+        while rest:
+            count = self._connection.recv_into(rest)
+            if not count:
+                raise ConnectionError("the connection ended in an answer")
+            rest = rest[count:]
+        return Reply(data[:end], answer)

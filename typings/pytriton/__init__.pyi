@@ -1,0 +1,1 @@
+"""What of PyTriton 0.7 the benchmark uses."""
