@@ -6,13 +6,9 @@ import logging
 import os
 import sys
 
-from weightd.shared.journal import prefixed, to_journal
+from weightd.shared.journal import flat, prefixed, priority_of, to_journal
 
 _STDERR = 2
-
-# Levels, from the most severe, and the priorities of syslog that they are: see sd-daemon(3).
-_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_DEBUG = 7
 
 
 class LineFormatter(logging.Formatter):
@@ -27,7 +23,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:  # noqa: D102
         text = super().format(record)
-        return prefixed(text, _priority(record.levelno)) if self._journal else text
+        return prefixed(text, priority_of(record.levelno)) if self._journal else text
 
 
 def set_up(level: int) -> None:
@@ -41,14 +37,4 @@ def set_up(level: int) -> None:
 def complain(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
     line = flat(f"weightd gateway: {text}")
-    print(prefixed(line, _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
-
-
-def flat(text: str) -> str:
-    """Return foreign text on one line, and without what could play tricks on a terminal."""
-    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
-
-
-def _priority(level: int) -> int:
-    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
+    print(prefixed(line, priority_of(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)

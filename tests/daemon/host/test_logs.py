@@ -17,8 +17,8 @@ import pytest
 
 from weightd.daemon.host import logs
 from weightd.daemon.host.journal import Journal
-from weightd.daemon.host.logs import JournalHandler, LineFormatter, about, complain, flat
-from weightd.shared.journal import prefixed, to_journal
+from weightd.daemon.host.logs import JournalHandler, LineFormatter, about, complain
+from weightd.shared.journal import flat, prefixed, to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

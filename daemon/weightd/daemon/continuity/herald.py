@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from weightd.daemon.generations.life import Life
-from weightd.daemon.host.logs import flat
 from weightd.daemon.models.model import Model
 from weightd.protocol.codec import clip
 from weightd.shared.devices import CPU
+from weightd.shared.journal import flat
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_S = 1.0

@@ -372,8 +372,6 @@ class Unit(Life):
         if self.state is not GenerationState.PINNING:
             self.mishaps.lost(self.ranks.size + self.ranks.has_broker)
         self._cause = cause
-        if self.state is not GenerationState.PINNING:
-            self.mishaps.lost(self.ranks.size + self.ranks.has_broker)
         self.access.invalidate()
         self._machine.advance(GenerationEvent.FAIL)
         self.roster.kill_all()

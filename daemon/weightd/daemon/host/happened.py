@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Generator
 
-from weightd.daemon.host.logs import flat, subject_of
+from weightd.daemon.host.logs import subject_of
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.journal import Event, Events, EventsResponse
+from weightd.shared.journal import flat
 
 # A day of a service that is well; half an hour of one whose workers die all the time.
 MOST = 2000

@@ -8,15 +8,11 @@ import sys
 from types import TracebackType
 
 from weightd.daemon.host import journal
-from weightd.shared.journal import prefixed, to_journal
+from weightd.shared.journal import flat, prefixed, priority_of, to_journal
 
 _log = logging.getLogger("weightd")
 
 _STDERR = 2
-
-# Levels, from the most severe, and the priorities of syslog that they are: see sd-daemon(3).
-_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
-_DEBUG = 7
 
 # Of a record: what the event is about.
 _FIELDS = "journal_fields"
@@ -37,17 +33,7 @@ def set_up(level: int) -> None:
 def complain(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
     line = flat(f"weightd: {text}")
-    print(prefixed(line, _priority(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
-
-
-def flat(text: str) -> str:
-    """Return foreign text on one line, and without what could play tricks on a terminal."""
-    lines = (line.strip() for line in text.replace("\t", " ").splitlines())
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
-
-
-def _priority(level: int) -> int:
-    return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
+    print(prefixed(line, priority_of(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
 
 
 class LineFormatter(logging.Formatter):
@@ -68,7 +54,7 @@ class JournalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
         text = self.format(record)
-        priority = _priority(record.levelno)
+        priority = priority_of(record.levelno)
         fields = {"MESSAGE": text, "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
         try:
             self._journal.write({**fields, **getattr(record, _FIELDS, {})})
