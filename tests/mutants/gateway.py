@@ -59,6 +59,7 @@ MUTANTS = [
         ("    unknown = content.keys() - _FIELDS", "    unknown: set[str] = set()"),
         ("        if rest[1] != VERSION:", "        if False:"),
         ("            going = next(iter(self._idle), connection)", "            going = connection"),
+        ("        elif phase is not Phase.HEADER:\n", "        else:\n"),
         ("            self.goes(going)\n", ""),
         ("            if limit is not None and now > each.since + limit:", "            if False:"),
     ),
