@@ -23,6 +23,8 @@ MUTANTS = [
         ("    return min(left, limits.MAX_TIMEOUT_US / 1e6 if own is None else own)", "    return own or left"),
         ("    if left <= 0.0:", "    if False:"),
         ("    if not call.is_local:", "    if False:"),
+        ("    if nbytes > most:\n", "    if False:\n"),
+        ("            call.seat.take(each.values.nbytes)\n", ""),
     ),
     *mutants("rpc", "gateway/rpc/test_cutting.py",
         ("    for _ in range(_MOST_FIELDS):", "    while True:"),

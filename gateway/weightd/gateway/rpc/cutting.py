@@ -11,8 +11,8 @@ _RAW_INPUT_CONTENTS = 7 << 3 | 2
 # The wire types that these messages have.
 _VARINT, _BYTES = 0, 2
 
-# As many as an ordinary request has at most. Others are left to who reads them faster, and copies them.
-_MOST_FIELDS = 256
+# As many as any request has: one for each tensor of three kinds, and parameters.
+_MOST_FIELDS = 512
 
 # Of a length: more than a message has.
 _MOST_VARINT_BYTES = 5
