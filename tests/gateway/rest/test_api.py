@@ -450,12 +450,13 @@ def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> N
 
 
 def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: FakeDaemon, directory: Path) -> None:
-    size = 2**34
+    size = 2**21
     with (directory / "large").open("wb") as file:
         file.truncate(size)
     parameters = {"shared_memory_region": "r", "shared_memory_byte_size": size}
     asked = {"inputs": [{"name": "x", "datatype": "INT8", "shape": [size], "parameters": parameters}]}
-    with HttpGateway(fake.address, {"gateway": {"shared_memory": True}}, directory) as gateway:
+    settings = {"shared_memory": True, "max_body_bytes": 2**20, "max_memory_bytes": 2**20}
+    with HttpGateway(fake.address, {"gateway": settings}, directory) as gateway:
         where = {"key": "/large", "offset": 0, "byte_size": size}
         assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
         status, answer, _ = gateway.ask("POST", INFER, asked)

@@ -12,7 +12,7 @@ _RAW_INPUT_CONTENTS = 7 << 3 | 2
 _VARINT, _BYTES = 0, 2
 
 # As many as any request has: one for each tensor of three kinds, and parameters.
-_MOST_FIELDS = 512
+MOST_FIELDS = 512
 
 # Of a length: more than a message has.
 _MOST_VARINT_BYTES = 5
@@ -37,7 +37,7 @@ def cut(message: bytes) -> Cut:
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
-    for _ in range(_MOST_FIELDS):
+    for _ in range(MOST_FIELDS):
         if position == end:
             return Cut(bytes(header), request_id, tuple(contents))
         tag = message[position]
