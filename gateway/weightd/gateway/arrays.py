@@ -131,6 +131,21 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
     return _array(name, datatype, flat).reshape(shape)
 
 
+def from_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], wide: str) -> Array:
+    """Return the tensor of a list of values that are all of one type, numpy's `wide`.
+
+    Raises:
+        InvalidArgument: it cannot hold one of them, or they are more or fewer.
+    """
+    if len(values) != math.prod(shape):
+        raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
+    given = np.fromiter(values, wide, len(values))
+    array: Array = given.astype(DTYPES[datatype], copy=False)
+    if array.dtype.kind in "iu" and not np.array_equal(array, given):
+        raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
+    return array.reshape(shape)
+
+
 def _flat(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
     for depth in range(len(shape)):
         if depth:

@@ -415,6 +415,14 @@ def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
         assert "max_in_flight" in answer["error"]
 
 
+def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
+    settings = {"gateway": {"max_body_bytes": 8192, "max_memory_bytes": 8192}}
+    with HttpGateway(fake.address, settings) as gateway:
+        asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [1000], "data": [0] * 1000}]}
+        status, answer, _ = gateway.ask("POST", INFER, asked)
+    assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+
+
 # --- shared memory --------------------------------------------------------------------------------------------------
 
 
@@ -439,6 +447,21 @@ def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> N
         assert "expected room for 24 bytes" in gateway.ask("POST", INFER, wrong)[1]["error"]
         assert gateway.ask("POST", "/v2/systemsharedmemory/unregister")[0] == 200
         assert gateway.ask("POST", INFER, asked)[0] == 404
+
+
+def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: FakeDaemon, directory: Path) -> None:
+    size = 2**21
+    with (directory / "large").open("wb") as file:
+        file.truncate(size)
+    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": size}
+    asked = {"inputs": [{"name": "x", "datatype": "INT8", "shape": [size], "parameters": parameters}]}
+    settings = {"shared_memory": True, "max_body_bytes": 2**20, "max_memory_bytes": 2**20}
+    with HttpGateway(fake.address, {"gateway": settings}, directory) as gateway:
+        where = {"key": "/large", "offset": 0, "byte_size": size}
+        assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
+        status, answer, _ = gateway.ask("POST", INFER, asked)
+        assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+        assert not gateway.gateway.service.seats.taken_bytes
 
 
 def test_who_asks_again_and_again_for_what_fails_fills_no_log(

@@ -78,6 +78,14 @@ def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() ->
     assert [gone(each) for each in (first, second, third)] == [False, True, False]
 
 
+def test_who_has_sent_a_part_of_a_header_has_asked_nothing() -> None:
+    world = World(2)
+    slow, other = world.comes(), world.comes()
+    slow.enter(Phase.HEADER)
+    world.comes()
+    assert [gone(each) for each in (slow, other)] == [True, False]
+
+
 def test_where_all_are_busy_who_comes_goes() -> None:
     world = World(2)
     busy = [world.comes(), world.comes()]

@@ -86,6 +86,17 @@ def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
         until(lambda: not seats.taken_bytes, "nothing is kept of it")
 
 
+def test_who_asks_for_much_that_is_small_and_reads_nothing_goes(fake: FakeDaemon) -> None:
+    settings = {"gateway": {"receive_timeout": 0.5}}
+    with HttpGateway(fake.address, settings) as gateway, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", gateway.port))
+        until(lambda: len(gateway.crowd) == 1, "it is there")
+        # Answers of 40 MB, if they were all kept.
+        connection.sendall(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
+        until(lambda: not len(gateway.crowd), "it is hung up")
+
+
 def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"max_connections": 500}}) as gateway, contextlib.ExitStack() as stack:
         idle = asking = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))

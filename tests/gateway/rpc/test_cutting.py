@@ -68,5 +68,5 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, da
 
 
 def test_of_many_fields_none_is_looked_at() -> None:
-    content = ModelInferRequest(raw_input_contents=[b""] * 300).SerializeToString()
+    content = ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString()
     assert cut(content) == Cut(content)

@@ -24,6 +24,7 @@ from testkit.waiting import until
 from weightd.gateway.callers import Caller, Identities, digest
 from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
+from weightd.gateway.rpc import calls, front
 from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
@@ -273,6 +274,82 @@ def test_who_says_nothing_keeps_its_seat_for_a_while_only() -> None:
         channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
 
 
+class Silent:
+    """Calls that are begun, and say nothing until the end of the block."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._said = threading.Event()
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._said.set()
+
+    def begin(self, path: str) -> Any:
+        def nothing() -> Any:
+            self._said.wait(LIMIT_S)
+            yield from ()
+
+        return self._channel.stream_unary(path).future(nothing(), timeout=LIMIT_S)
+
+
+def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PROMPT_S", 0.5)
+    with served(max_in_flight=1) as server, connected(server.target) as channel, Silent(channel) as silent:
+        open_to_all = [METHOD("ServerLive"), METHOD("ServerReady"), "/grpc.health.v1.Health/Check"]
+        begun = [silent.begin(path) for path in open_to_all]
+        channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
+        for each in (*begun, silent.begin("/grpc.health.v1.Health/Watch")):
+            assert refusal(partial(each.result, LIMIT_S)).details() == "the message did not come within 0.5 seconds"
+
+
+def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PROMPT_S", 0.05)
+    most = 2**20
+    with served(max_body_bytes=most, max_memory_bytes=most) as server, connected(server.target) as channel:
+        seats, infer = server.service.seats, channel.unary_unary(METHOD("ModelInfer"))
+        with Silent(channel) as silent:
+            slow = silent.begin(METHOD("ModelInfer"))
+            until(lambda: seats.taken_bytes == most, "all bytes are taken")
+            assert code_of(partial(infer, SMALL, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+            slow.cancel()
+            until(lambda: not seats.taken_bytes, "none is")
+        infer(SMALL, timeout=LIMIT_S)
+
+
+def test_a_message_without_tensors_is_short(server: Served) -> None:
+    with connected(server.target) as channel:
+        ask = channel.unary_unary(METHOD("TraceSetting"))
+        long = bytes.fromhex("0a00") * (calls.MOST_ASKED_BYTES // 2)
+        assert code_of(partial(ask, long, timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
+        assert code_of(partial(ask, long + b"\x0a\x00", timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MOST_WATCHING", "MOST_REFLECTING"):
+        monkeypatch.setattr(front, name, 1)
+    with served() as server, connected(server.target) as channel:
+        ended = threading.Event()
+
+        def once() -> Any:
+            yield b""
+            ended.wait(LIMIT_S)
+
+        for path in ("/grpc.health.v1.Health/Watch", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"):
+            ask = channel.stream_stream(path)
+            # A call that nobody has any more is cancelled.
+            first = ask(once(), timeout=LIMIT_S)
+            next(first)
+            assert code_of(partial(next, ask(iter([b""]), timeout=LIMIT_S))) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        ended.set()
+        stream = channel.stream_stream(METHOD("ModelStreamInfer"))
+        next(stream(iter([SMALL]), timeout=LIMIT_S))
+
+
 LARGE = message(
     inputs=[{"name": "x", "datatype": "UINT8", "shape": [6_000_000]}], raw_input_contents=[bytes(6_000_000)]
 )
@@ -280,7 +357,9 @@ LARGE = message(
 
 def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(caplog: pytest.LogCaptureFixture) -> None:
     with served(max_memory_bytes=16_000_000, max_body_bytes=8_000_000) as server, ExitStack() as stack:
-        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        # With it the window grows by and by, until it has room for a whole answer.
+        options.append(("grpc.http2.bdp_probe", 0))
         first, other = (stack.enter_context(connected(server.target, *options)) for _ in range(2))
         # As streams: so much of the answer as fits into the window of HTTP/2 is taken, and no more is read.
         unread = [first.unary_stream(METHOD("ModelInfer"))(LARGE) for _ in range(2)]
@@ -292,7 +371,7 @@ def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(cap
             each.cancel()
         until(lambda: server.service.seats.taken_bytes == 0, "nothing that is kept")
         infer(LARGE, timeout=LIMIT_S)
-    assert not caplog.records
+    assert not [each for each in caplog.records if each.name.startswith(("weightd", "grpc"))]
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])

@@ -14,13 +14,14 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from weightd.gateway.arrays import DTYPES, datatype_of
 from weightd.gateway.callers import Caller
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call
-from weightd.gateway.rpc.requests import Memory, asked
+from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Memory, asked
 from weightd.gateway.seats import Seat, Seats
-from weightd.protocol.errors import InvalidArgument, NotFound
+from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 
-CALL = Call(Caller(None, "test"), Seat(Seats(1, 1024)))
+CALL = Call(Caller(None, "test"), Seat(Seats(1, 2**40)))
 
 
 def room(caller: Caller, nbytes: int) -> Any:
@@ -80,6 +81,26 @@ def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
     got = question(request(inputs=[tensor("x", datatype, array.shape, contents=contents)])).inputs["x"]
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(got, array)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        request(inputs=[tensor("x", "FP32", [1], contents={"int_contents": [0] * MOST_HEADER_BYTES})]),
+        request(inputs=[{}] * (MOST_ODD_BYTES // 2)),
+    ],
+    ids=["of values", "of many fields"],
+)
+def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: ModelInferRequest) -> None:
+    with pytest.raises(TooLarge, match=r"expected at most \d+ bytes beside raw_input_contents"):
+        question(content)
+
+
+def test_what_values_become_is_counted() -> None:
+    seats = Seats(1, 1000)
+    content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
+    with seats.one() as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+        question(content, CALL._replace(seat=seat))
 
 
 def test_a_request_says_what_else_it_wants() -> None:

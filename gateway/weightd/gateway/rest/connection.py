@@ -43,7 +43,7 @@ class Crowd:
         self._limits = limits
         self.clock = clock
         self._all: dict[Connection, None] = {}
-        # Those that ask nothing, in the order in which they have begun with that.
+        # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
         self._idle: dict[Connection, None] = {}
 
     def __len__(self) -> int:
@@ -65,10 +65,11 @@ class Crowd:
 
     def enters(self, connection: Connection, phase: Phase) -> None:
         """Something else is waited for."""
-        if connection.phase is Phase.IDLE:
+        if phase is Phase.IDLE:
+            if connection in self._all:
+                self._idle[connection] = None
+        elif phase is not Phase.HEADER:
             self._idle.pop(connection, None)
-        if phase is Phase.IDLE and connection in self._all:
-            self._idle[connection] = None
 
     def sweep(self) -> None:
         """Let those go that have been waited for too long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from weightd.gateway.rest.asking import trace_of
 from weightd.gateway.rest.connection import Connection, Phase
 from weightd.gateway.rest.form import Form, InputForm, OutputForm
 from weightd.gateway.rest.reply import BINARY, JSON, Reply
+from weightd.gateway.seats import Seat
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import got
 
@@ -52,8 +54,10 @@ class Inference:
             connection.enter(Phase.ANSWER)
             header, tensors = _cut(content, length)
             asked = form.read(header, model)
-            inputs = self._inputs(caller, asked, tensors)
+            inputs = self._inputs(caller, asked, tensors, seat)
             places = self._places(caller, asked)
+            # The lists of values are many times as large as the tensors that they have become.
+            asked = dataclasses.replace(asked, inputs=())
             answered = await self._service.infer(
                 caller,
                 Question(model, inputs, asked.wanted, asked.timeout, asked.priority, trace_of(request), asked.id),
@@ -65,23 +69,25 @@ class Inference:
             return Reply([described], JSON, seat=kept)
         return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))}, seat=kept)
 
-    def _inputs(self, caller: Caller, asked: Form, tensors: memoryview) -> dict[str, Array]:
+    def _inputs(self, caller: Caller, asked: Form, tensors: memoryview, seat: Seat) -> dict[str, Array]:
         cuts = form.cut(asked, tensors)
         inputs: dict[str, Array] = {}
         for each in asked.inputs:
             if each.nbytes is not None:
                 inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, cuts[each.name])
             elif each.region is not None:
-                inputs[each.name] = self._shared(caller, each, each.region)
+                inputs[each.name] = self._shared(caller, each, each.region, seat)
             else:
                 inputs[each.name] = arrays.from_values(each.name, each.datatype, each.shape, each.values)
+                seat.take(each.size)
         return inputs
 
-    def _shared(self, caller: Caller, each: InputForm, parameters: Any) -> Array:
+    def _shared(self, caller: Caller, each: InputForm, parameters: Any, seat: Seat) -> Array:
         place = self._regions.place(caller, *_place(parameters))
         if place.nbytes != each.size:
             text = f"{each.name}: shared_memory_byte_size: expected {each.size}, for {each.datatype} {list(each.shape)}"
             raise InvalidArgument(f"{text}, got {place.nbytes}")
+        seat.take(each.size)
         content = memoryview(self._service.room(caller, each.size) if each.size else b"")
         place.region.read(place.offset, content)
         return arrays.from_bytes(each.name, each.datatype, each.shape, content)

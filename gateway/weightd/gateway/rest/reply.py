@@ -68,10 +68,11 @@ class Reply:
         content = () if request.method == "HEAD" else self.content
         if self.body_length <= _COPIED_BYTES:
             transport.write(b"".join((head, *content)))
-            return
-        transport.write(head)
-        for each in content:
-            transport.write(each)
+        else:
+            transport.write(head)
+            for each in content:
+                transport.write(each)
+        # After a small one, too: who asks again and again and reads nothing would have them all kept here.
         await request.writer.drain()
 
     async def write_eof(self) -> None:

@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from weightd.gateway.callers import Caller, Identities, bearer
-from weightd.gateway.codes import status_of, told
+from weightd.gateway.codes import TooLarge, status_of, told
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
 from weightd.gateway.traces import TRACEPARENT, trace
@@ -47,6 +48,16 @@ _SERVER_ERROR = 500
 
 # Between two lines of the log about errors of one code to one caller: who asks again and again fills no log.
 _QUIET_S = 10.0
+
+# Of what is no tensor: names, and parameters of a region. gRPC's library would take as much as of a tensor, and make
+# a hundred times as much of it.
+MOST_ASKED_BYTES = 64 * 1024
+
+# Who has sent no whole message by then may be sending the longest one.
+PROMPT_S = 1.0
+
+# Calls of whoever asks, without a token. None of them has a seat of those who have one.
+MOST_PROBES = 64
 
 PROBE = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
@@ -89,6 +100,7 @@ class Calls:
     Args:
         identities: who is who; asked anew at each call.
         seats: one for each request that is received or answered.
+        most_bytes: of a message.
         patience: seconds within which a message comes that somebody has a seat for.
         certificates: whether clients have some, which TLS has verified.
         peers: whether it matters on which host they are.
@@ -98,31 +110,36 @@ class Calls:
         self,
         identities: Callable[[], Identities],
         seats: Seats,
+        most_bytes: int,
         patience: float,
         *,
         certificates: bool = False,
         peers: bool = False,
     ) -> None:
         self._identities = identities
+        self.most_bytes = most_bytes
         self._patience = patience
         self._certificates = certificates
         self._peers = peers
         self._seldom = Seldom(_QUIET_S)
+        self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
         self.seats = seats
 
-    def single(self, name: str, parse: Parse, method: Method, *, is_open: bool = False) -> Handler:
-        """Return what answers one message with one; `is_open`: whoever asks."""
+    def single(
+        self, name: str, parse: Parse, method: Method, *, most: int = MOST_ASKED_BYTES, is_open: bool = False
+    ) -> Handler:
+        """Return what answers one message, of so many bytes at most, with one; `is_open`: whoever asks."""
+        seats = self._probes if is_open else self.seats
 
         async def handle(messages: object, context: Context) -> bytes:
             begun, call = time.monotonic(), None
             try:
-                with self.seats.one() as seat:
+                with seats.one() as seat:
                     call = self.taken(context, seat, is_open=is_open)
-                    message = await self._received(context)
-                    seat.take(len(message))
+                    message = await self._received(context, seat, most, is_open=is_open)
                     answer = await method(call, parsed(message, parse))
                 if len(answer) >= LEAST_KEPT:
-                    _until_sent(context, self.seats.keep(len(answer)))
+                    _until_sent(context, seats.keep(len(answer)))
             except WeightdError as error:
                 self.note(name, call, begun, told(error))
                 raise
@@ -130,6 +147,16 @@ class Calls:
             return answer
 
         return grpc.stream_unary_rpc_method_handler(guarded(handle))
+
+    async def probed(self, context: Context, parse: Parse) -> Any:
+        """Return the message of whoever asks.
+
+        Raises:
+            ResourceExhausted: there are as many who ask as there may be.
+            RequestError: there is none, or it is not what it should be.
+        """
+        with self._probes.one() as seat:
+            return parsed(await self._received(context, seat, MOST_ASKED_BYTES, is_open=True), parse)
 
     def taken(self, context: Context, seat: Seat, *, is_open: bool = False) -> Call:
         """Return the call, of somebody who may make one.
@@ -163,18 +190,28 @@ class Calls:
             what = f"{name} for {caller}: {came_of_it} in {1000 * (now - begun):.1f} ms"
             _log.log(level, "%s%s%s", what, f", traceparent {trace}" if trace else "", more)
 
-    async def _received(self, context: Context) -> Any:
-        """Return the message, as bytes.
+    async def _received(self, context: Context, seat: Seat, most: int, *, is_open: bool) -> bytes:
+        """Return the message, which the seat has from then on.
+
+        gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
+        prompt takes as many bytes as a message may have; of whoever asks, nobody waits for the rest.
 
         Raises:
             InvalidArgument: there is none.
+            TooLarge: it is longer than such a message may be.
             DeadlineExceeded: it does not come in time.
+            ResourceExhausted: there is no room for it.
         """
-        with _within(self._patience):
+        slow = partial(_is_late, PROMPT_S) if is_open else partial(seat.take, self.most_bytes)
+        with _after(PROMPT_S, slow), _after(self._patience, partial(_is_late, self._patience, " (receive_timeout)")):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        return message
+        if len(message) > most:
+            raise TooLarge(f"expected a message of at most {most} bytes, got {len(message)}")
+        seat.leave()
+        seat.take(len(message))
+        return cast(bytes, message)
 
 
 def parsed(message: bytes, parse: Parse) -> Any:
@@ -215,29 +252,32 @@ async def _refuse(context: Context, error: WeightdError) -> NoReturn:
 
 
 @contextmanager
-def _within(seconds: float) -> Generator[None, None, None]:
-    """Have the block end in time, or in an error.
-
-    Raises:
-        DeadlineExceeded: it took longer.
-    """
+def _after(seconds: float, do: Callable[[], None]) -> Generator[None, None, None]:
+    """Do something if the block takes longer; where that is an error, the block ends in it."""
     task = cast("asyncio.Task[Any]", asyncio.current_task())
-    is_late = False
+    error: RequestError | None = None
 
-    def end() -> None:
-        nonlocal is_late
-        is_late = True
-        task.cancel()
+    def late() -> None:
+        nonlocal error
+        try:
+            do()
+        except RequestError as raised:
+            error = raised
+            task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(seconds, end)
+    timer = asyncio.get_running_loop().call_later(seconds, late)
     try:
         yield
     except asyncio.CancelledError:
-        if not is_late:
+        if error is None:
             raise
-        raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds (receive_timeout)") from None
+        raise error from None
     finally:
         timer.cancel()
+
+
+def _is_late(seconds: float, why: str = "") -> None:
+    raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{why}")
 
 
 def _until_sent(context: Any, seat: Seat) -> None:

@@ -11,8 +11,8 @@ _RAW_INPUT_CONTENTS = 7 << 3 | 2
 # The wire types that these messages have.
 _VARINT, _BYTES = 0, 2
 
-# As many as an ordinary request has at most. Others are left to who reads them faster, and copies them.
-_MOST_FIELDS = 256
+# As many as any request has: one for each tensor of three kinds, and parameters.
+MOST_FIELDS = 512
 
 # Of a length: more than a message has.
 _MOST_VARINT_BYTES = 5
@@ -37,7 +37,7 @@ def cut(message: bytes) -> Cut:
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
-    for _ in range(_MOST_FIELDS):
+    for _ in range(MOST_FIELDS):
         if position == end:
             return Cut(bytes(header), request_id, tuple(contents))
         tag = message[position]

@@ -16,16 +16,19 @@ from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.rpc import health, inference, reflection
-from weightd.gateway.rpc.calls import Calls, Handler
+from weightd.gateway.rpc.calls import MOST_PROBES, Calls, Handler
 from weightd.gateway.rpc.health import Health
 from weightd.gateway.rpc.inference import Inference
 from weightd.gateway.rpc.messages import HEALTH, INFERENCE, OLD_REFLECTION, REFLECTION
 from weightd.gateway.rpc.methods import Methods
 from weightd.gateway.rpc.reflection import Reflection
 from weightd.gateway.rpc.requests import Memory
-from weightd.gateway.rpc.streams import MOST_STREAMS, Streams
+from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATCHING, Streams
 
-# Calls beyond those that have a seat, or are streams: such as are told that there is none.
+# Calls of whoever asks.
+MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING
+
+# Calls beyond those, and those that have a seat, or are streams: such as are told that there is none.
 SPARE_CALLS = 256
 
 # Of one connection. HTTP/2 asks for no fewer than 100.
@@ -61,6 +64,8 @@ class RpcFront:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._streams = Streams()
+        self._watching = Streams(MOST_WATCHING)
+        self._reflecting = Streams(MOST_REFLECTING)
 
     async def start(self) -> Sequence[str]:
         """Listen; return where, for people.
@@ -69,7 +74,7 @@ class RpcFront:
             OSError: an address cannot be had; the text names it.
         """
         config = self._gateway.config
-        most = config.max_in_flight + MOST_STREAMS + SPARE_CALLS
+        most = config.max_in_flight + MOST_STREAMS + MOST_OPEN + SPARE_CALLS
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
@@ -83,15 +88,17 @@ class RpcFront:
 
     async def stop(self, grace: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
-        self._streams.end()
+        for each in (self._streams, self._watching, self._reflecting):
+            each.end()
         await self._server.stop(grace)
 
     def _services(self) -> Mapping[str, dict[str, Handler]]:
-        gateway, config, streams = self._gateway, self._gateway.config, self._streams
+        gateway, config = self._gateway, self._gateway.config
         service = gateway.service
         calls = Calls(
             lambda: gateway.identities,
             service.seats,
+            config.max_body_bytes,
             config.receive_timeout,
             certificates=bool(config.client_ca),
             peers=config.shared_memory,
@@ -100,10 +107,10 @@ class RpcFront:
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)
         told = (INFERENCE, HEALTH, REFLECTION, OLD_REFLECTION)
         return {
-            inference.NAME: {**methods.handlers(calls), **Inference(service, memory, streams).handlers(calls)},
-            health.NAME: Health(service, ("", inference.NAME), streams).handlers(),
-            reflection.NAME: Reflection(told, REFLECTION, streams).handlers(),
-            reflection.OLD_NAME: Reflection(told, OLD_REFLECTION, streams).handlers(),
+            inference.NAME: {**methods.handlers(calls), **Inference(service, memory, self._streams).handlers(calls)},
+            health.NAME: Health(service, ("", inference.NAME), self._watching).handlers(calls),
+            reflection.NAME: Reflection(told, REFLECTION, self._reflecting).handlers(),
+            reflection.OLD_NAME: Reflection(told, OLD_REFLECTION, self._reflecting).handlers(),
         }
 
     def _listen(self, place: Place, credentials: grpc.ServerCredentials | None) -> str:

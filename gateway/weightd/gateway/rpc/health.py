@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import grpc
 
-from weightd.gateway.rpc.calls import PROBE, Context, Handler, guarded, parsed
+from weightd.gateway.rpc.calls import PROBE, Call, Calls, Context, Handler, guarded
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
@@ -50,11 +51,16 @@ class Health:
         self._latest = NOT_SERVING
         self._at = float("-inf")
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
+
+        async def watch(messages: object, context: Context) -> None:
+            with self._streams.one():
+                await self._watch((await calls.probed(context, _Request.FromString)).service, context)
+
         return {
-            "Check": grpc.unary_unary_rpc_method_handler(guarded(self._check)),
-            "Watch": grpc.unary_stream_rpc_method_handler(guarded(self._watch)),
+            "Check": calls.single("Check", _Request.FromString, self._check, is_open=True),
+            "Watch": grpc.stream_stream_rpc_method_handler(guarded(watch)),
         }
 
     async def status(self, service: str) -> int:
@@ -70,22 +76,20 @@ class Health:
                 self._at = self._clock()
             return self._latest
 
-    async def _check(self, message: bytes, context: Context) -> bytes:
-        status = await self.status(parsed(message, _Request.FromString).service)
+    async def _check(self, call: Call, request: Any) -> bytes:
+        status = await self.status(request.service)
         if status == SERVICE_UNKNOWN:
             raise NotFound(f"expected one of {sorted(self._names)}")
         return _response(status)
 
-    async def _watch(self, message: bytes, context: Context) -> None:
-        service = parsed(message, _Request.FromString).service
+    async def _watch(self, service: str, context: Context) -> None:
         told = None
-        with self._streams.one():
-            while True:
-                status = await self.status(service)
-                if status != told:
-                    await context.write(_response(status))
-                    told = status
-                await self._streams.wait(partial(asyncio.sleep, FRESH_S))
+        while True:
+            status = await self.status(service)
+            if status != told:
+                await context.write(_response(status))
+                told = status
+            await self._streams.wait(partial(asyncio.sleep, FRESH_S))
 
 
 def _response(status: int) -> bytes:

@@ -50,7 +50,7 @@ class Inference:
                         sent.leave()
 
         return {
-            "ModelInfer": calls.single("ModelInfer", _whole, self._single),
+            "ModelInfer": calls.single("ModelInfer", _whole, self._single, most=calls.most_bytes),
             "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
         }
 

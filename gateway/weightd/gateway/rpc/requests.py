@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weightd.gateway import arrays
 from weightd.gateway.arrays import Array
 from weightd.gateway.callers import Caller
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Question
 from weightd.gateway.regions import Place, Regions
@@ -35,8 +36,24 @@ _CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
 }
 
+# What those fields hold.
+_WIDE: Mapping[str, str] = {
+    "bool_contents": "?",
+    "int_contents": "<i4",
+    "int64_contents": "<i8",
+    "uint_contents": "<u4",
+    "uint64_contents": "<u8",
+    "fp32_contents": "<f4",
+    "fp64_contents": "<f8",
+}
 
 _NOTHING = INFERENCE["InferTensorContents"]()
+
+# Of a message but for its raw contents, as of JSON: it takes the loop a while, in which nobody else is served.
+MOST_HEADER_BYTES = 16 * 1024 * 1024
+
+# Of one with more fields than requests have: two bytes of it may become a message of a hundred.
+MOST_ODD_BYTES = 1024 * 1024
 
 # Of a header that is remembered with what it means: a client sends the same again and again.
 _REMEMBERED_BYTES = 2048
@@ -113,8 +130,11 @@ def asked(message: bytes, call: Call, memory: Memory) -> Asked:
     Raises:
         InvalidArgument: they are not what the protocol says; the text names the field.
         NotFound: the version, or a region, is none.
+        TooLarge: what is no raw content is longer than it may be.
+        ResourceExhausted: there is no room for its tensors now.
     """
     header, request_id, contents = cut(message)
+    _check_header(len(header), MOST_ODD_BYTES if header is message else MOST_HEADER_BYTES)
     form = _remembered(header) if len(header) <= _REMEMBERED_BYTES else _form(header)
     question = Question(
         form.model,
@@ -130,6 +150,12 @@ def asked(message: bytes, call: Call, memory: Memory) -> Asked:
         for name, given in form.regions.items()
     }
     return Asked(question, targets)
+
+
+def _check_header(nbytes: int, most: int) -> None:
+    if nbytes > most:
+        text = f"expected at most {most} bytes beside raw_input_contents, got {nbytes}: send tensors there"
+        raise TooLarge(text)
 
 
 def _form(header: bytes) -> Form:
@@ -208,6 +234,8 @@ def _inputs(form: Form, contents: Sequence[memoryview], call: Call, memory: Memo
         elif each.values is not None:
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
+            # A byte of the message may be a value of eight.
+            call.seat.take(each.values.nbytes)
             inputs[each.name] = each.values
         elif taken < len(contents):
             inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[taken])
@@ -244,7 +272,7 @@ def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any) -> Arr
     for field, _ in contents.ListFields():
         if field.name != expected:
             raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
-    return arrays.from_values(name, datatype, shape, list(getattr(contents, expected)))
+    return arrays.from_typed(name, datatype, shape, getattr(contents, expected), _WIDE[expected])
 
 
 def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:

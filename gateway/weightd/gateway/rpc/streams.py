@@ -14,11 +14,22 @@ T = TypeVar("T")
 MOST_STREAMS = 256
 """Of all callers. Each is idle most of the time, and costs some kilobytes."""
 
+MOST_WATCHING = 256
+"""Of those who watch the health of the gateway, without a token: they leave those alone who have one."""
+
+MOST_REFLECTING = 8
+"""Of those who ask which methods there are, likewise: a message that each has begun may be as long as any."""
+
 
 class Streams:
-    """Calls that wait for their caller, or for something to happen, as often as not."""
+    """Calls that wait for their caller, or for something to happen, as often as not.
 
-    def __init__(self) -> None:
+    Args:
+        most: of them.
+    """
+
+    def __init__(self, most: int = MOST_STREAMS) -> None:
+        self._most = most
         self._count = 0
         self._waiting: set[asyncio.Task[object]] = set()
         self._is_ending = False
@@ -30,8 +41,8 @@ class Streams:
         Raises:
             ResourceExhausted: there are as many as there may be.
         """
-        if self._count >= MOST_STREAMS:
-            raise ResourceExhausted(f"{MOST_STREAMS} streams are open at this gateway")
+        if self._count >= self._most:
+            raise ResourceExhausted(f"{self._most} such streams are open at this gateway")
         self._count += 1
         try:
             yield
