@@ -71,7 +71,7 @@ MUTANTS = [
         ("        if service not in self._names:", "        if False:"),
         ("                except RequestError:\n                    self._latest = NOT_SERVING",
          "                except RequestError:\n                    raise"),
-        ("                if status != told:", "                if True:"),
+        ("            if status != told:", "            if True:"),
         ("request.all_extension_numbers_of_type in self._messages", "True"),
         ("            self._add_message(nested, name, content)", "            pass"),
     ),
