@@ -205,7 +205,7 @@ class Api:
     async def _set(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
         if await self._asked(request):
             raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
-        return await (self._logging if "logging" in request.raw_path else self._trace)(request, caller, name)
+        return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
 
     # --- shared memory -----------------------------------------------------------------------------------------
 
