@@ -69,12 +69,18 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
     connection = client._session.connection
-    receive, readers = connection.receive, client._turns.reader
+    receive, send, readers = connection.receive, connection.send, client._turns.reader
+
+    def stuck(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
+        return False
 
     def collecting() -> List[Any]:
         connection.receive = receive  # type: ignore[method-assign]
+        connection.send = stuck
+        connection.left = lambda: 1 << 30  # type: ignore[method-assign]
         before = dict(readers)
         pending.cancel()
+        connection.send = send
         assert readers == before, "another one may read beside this one"
         return receive()
 
@@ -89,10 +95,10 @@ def test_what_is_taken_back_in_the_middle_of_a_message_goes_after_it(client: Cli
     send = connection.send
 
     def collecting(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        connection.send = send  # type: ignore[method-assign]
+        connection.send = send
         pending.cancel()
         return send(frames, descriptors)
 
-    connection.send = collecting  # type: ignore[method-assign]
+    connection.send = collecting
     assert client.infer("echo", {"x": X})
     assert [type(daemon.next()[0]) for _ in range(3)] == [Infer, Infer, Cancel]
