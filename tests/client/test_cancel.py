@@ -68,8 +68,9 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     """As the collector of garbage does with what a `map` has left."""
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
-    connection = client._session.connection
-    receive, send, readers = connection.receive, connection.send, client._turns.reader
+    connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
+    readers = client._turns.reader  # pyright: ignore[reportPrivateUsage]
+    receive, send = connection.receive, connection.send
 
     def stuck(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         return False
@@ -91,7 +92,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
 def test_what_is_taken_back_in_the_middle_of_a_message_goes_after_it(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
-    connection = client._session.connection
+    connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
     send = connection.send
 
     def collecting(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:

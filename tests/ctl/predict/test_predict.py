@@ -273,6 +273,9 @@ def test_a_wrong_command_line(alone: Ctl, arguments: str, said: str) -> None:
 class Broken(io.BytesIO):
     """A file on a disk that fails."""
 
+    def __init__(self, path: str) -> None:
+        super().__init__()
+
     def read(self, size: Optional[int] = -1) -> bytes:
         raise OSError(errno.EIO, "no such luck")
 
@@ -281,6 +284,6 @@ def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
     assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
-    monkeypatch.setattr("weightd.ctl.arrays.opened", lambda _: Broken())
+    monkeypatch.setattr("weightd.ctl.arrays.opened", Broken)
     ran = ctl("predict", "m", "--input", "ids=x.json")
     assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")
