@@ -62,3 +62,44 @@ def test_taking_back_from_a_daemon_that_is_gone_ends_in_unavailable(client: Clie
     pending.cancel()
     with pytest.raises(Unavailable):
         pending.result()
+
+
+def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: Client, daemon: FakeDaemon) -> None:
+    """As the collector of garbage does with what a `map` has left."""
+    daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
+    pending = client.submit("echo", {"x": X})
+    connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
+    readers = client._turns.reader  # pyright: ignore[reportPrivateUsage]
+    receive, send = connection.receive, connection.send
+
+    def stuck(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
+        return False
+
+    def collecting() -> List[Any]:
+        connection.receive = receive  # type: ignore[method-assign]
+        connection.send = stuck
+        connection.left = lambda: 1 << 30  # type: ignore[method-assign]
+        before = dict(readers)
+        pending.cancel()
+        connection.send = send
+        assert readers == before, "another one may read beside this one"
+        return receive()
+
+    connection.receive = collecting  # type: ignore[method-assign]
+    assert client.infer("echo", {"x": X})
+
+
+def test_what_is_taken_back_in_the_middle_of_a_message_goes_after_it(client: Client, daemon: FakeDaemon) -> None:
+    daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
+    pending = client.submit("echo", {"x": X})
+    connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
+    send = connection.send
+
+    def collecting(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
+        connection.send = send
+        pending.cancel()
+        return send(frames, descriptors)
+
+    connection.send = collecting
+    assert client.infer("echo", {"x": X})
+    assert [type(daemon.next()[0]) for _ in range(3)] == [Infer, Infer, Cancel]

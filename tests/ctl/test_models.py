@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shlex
+import subprocess
 from typing import Any, List, Optional, Sequence
 
 import pytest
@@ -138,3 +139,13 @@ def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[st
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
+
+
+def test_names_from_a_model_forge_no_line_and_reach_no_terminal(ctl: Ctl, daemon: FakeDaemon) -> None:
+    name = "x'\\\n\nweightctl update one /evil\x1b[2J\u202e"
+    daemon.handle = Models(TensorSignature(name, "FP32", None))
+    lines = [*ctl("models").out.splitlines(), *ctl("metadata", "one").out.splitlines()]
+    assert all(each.isprintable() and not each.startswith("weightctl update") for each in lines)
+    [command] = [each for each in lines if each.startswith("weightctl ")]
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], check=True, capture_output=True).stdout
+    assert words.decode().split("\0")[-2] == f"{name}=1"

@@ -667,7 +667,8 @@ class Client:
         return call.done
 
     def _cancel(self, call: Call) -> None:
-        if self._poll(call):
+        self._session.check()
+        if call.done:
             return
         deadline = monotonic() + self.timeout
         with self._lock:
@@ -675,7 +676,12 @@ class Client:
                 sent_at: float = self._session.send(self._core.cancel(call))
             except Gone:
                 sent_at = math.inf  # The loss ends the call, too.
-            self._see_off(sent_at, deadline)
+            # The collector of garbage may take back what a `map` has left, wherever this thread is: if that is in the
+            # middle of a read, it is to go on as before.
+            if self._turns.is_ours:
+                self._waker.set()
+            else:
+                self._see_off(sent_at, deadline)
 
     def _tell_the_stuck(self) -> None:
         """Have what a user has closed closed, and those look who wait at `_changed`. We read no more."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any, List, Optional, Tuple
+from collections import deque
+from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
 from weightd.client import unix, zeromq
@@ -77,6 +79,8 @@ class Session:
         self.closed = False
         self.is_foreign = False
         self.verdict: Optional[RemoteProtocolError] = None
+        self._sends = False
+        self._later: Deque[List[Any]] = deque()
         _sessions.add(self)
 
     def check(self) -> None:
@@ -134,6 +138,8 @@ class Session:
     def send(self, frames: List[Any], call: Optional[Call] = None) -> int:
         """Send a message, if it is not a `call`'s, then one that is not answered.
 
+        The latter may be sent by the collector of garbage, in the middle of another one: then it goes after that.
+
         Returns:
             0 if it has gone; else what `has_sent` takes.
 
@@ -146,12 +152,20 @@ class Session:
             if connection.unsent:
                 raise connection.gone()
             frames = core.begin(call, frames)
+        elif self._sends:
+            self._later.append(frames)
+            return 0
+        self._sends = True
         try:
             sharing = core.sharing
-            if sharing.settled is not sharing.arena.regions:
+            if call is not None and sharing.settled is not sharing.arena.regions:
                 for message, region in sharing.due():
                     connection.send(encode(message), () if region is None else (region.descriptor,))
-            return 0 if connection.send(frames) else connection.left()
+            all_sent = connection.send(frames)
+            while self._later:
+                # If it is lost now, whoever reads will notice.
+                with contextlib.suppress(OSError):
+                    connection.send(self._later.popleft())
         except OSError:
             if call is not None:
                 core.forget(call)
@@ -160,12 +174,16 @@ class Session:
         except BaseException:
             connection.spoil()
             raise
+        finally:
+            self._sends = False
+        return 0 if all_sent else connection.left()
 
     def hang_up(self, error: BaseException) -> None:
         """Close the connection, for this reason; what is under way ends in it."""
         kind = type(error) if isinstance(error, LOST) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
         self.connection.close()
+        self._later.clear()
         self.verdict = error if isinstance(error, RemoteProtocolError) else None
         self.core.sharing.disconnected()
         self.core.fail_all(kind, text)

@@ -74,6 +74,11 @@ class Turns:
         thread = self._thread()
         return (again or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the caller who reads."""
+        return self.reader.get(None) == self._thread()
+
     def enter(self, call: Call) -> Optional[Turn]:
         """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
         thread = self._thread()

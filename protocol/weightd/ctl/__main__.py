@@ -18,7 +18,7 @@ from weightd.ctl.bench import verb as bench
 from weightd.ctl.install import verb as install
 from weightd.ctl.predict import verb as predict
 from weightd.ctl.status import verb as status
-from weightd.ctl.text import clean
+from weightd.ctl.text import clean_lines
 from weightd.ctl.top import verb as top
 from weightd.ctl.verb import Ended, NotReached, Verb
 from weightd.protocol import limits
@@ -102,7 +102,7 @@ def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"code": code, "text": str(error)}}))
     else:
-        text = f"{code}: {clean(str(error))}"
+        text = f"{code}: {clean_lines(str(error))}"
         print(prefixed(text, _ERROR) if to_journal(os.environ, _STDERR) else text, file=sys.stderr)
 
 

@@ -40,9 +40,11 @@ def opened(path: str) -> BinaryIO:
     Raises:
         BadInput: it cannot be read, or is too large.
     """
-    if path == STDIN:
-        return _copied("stdin", sys.stdin.buffer)
     try:
+        if path == STDIN:
+            if not hasattr(sys.stdin, "buffer"):  # it is None where the caller has closed it
+                raise BadInput("stdin: it is closed")
+            return _copied("stdin", sys.stdin.buffer)
         file = Path(path).open("rb")  # noqa: SIM115 - who has called closes it
         if not file.seekable():
             with file:

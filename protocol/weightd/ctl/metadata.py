@@ -71,7 +71,18 @@ def command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], option
     for each, signature in zip(specs, metadata.inputs):
         if signature.shape is None and not metadata.example:
             words += ["--shape", f"{each.name}={','.join(map(str, each.shape))}"]
-    return " ".join(map(shlex.quote, words))
+    return " ".join(map(_word, words))
+
+
+def _word(text: str) -> str:
+    """Return a word for a shell; as bash and zsh know it, where it has what could play tricks on a terminal."""
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escaped, text))}'"
+
+
+def _escaped(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    return character if character.isprintable() else "".join(f"\\x{byte:02x}" for byte in character.encode())
 
 
 def _where(options: argparse.Namespace) -> List[str]:

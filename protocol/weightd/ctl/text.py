@@ -57,14 +57,19 @@ def count(number: int, noun: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return foreign text without what could play tricks on a terminal: control characters become visible."""
-    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+    """Return foreign text on one line, without what could play tricks on a terminal: it becomes visible instead."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def clean_lines(text: str) -> str:
+    """Return foreign text that may have several lines, each of them clean."""
+    return "\n".join(map(clean, text.split("\n")))
 
 
 def paragraph(label: str, text: str, indent: str) -> Iterator[str]:
     """Yield the lines of "label: text", wrapped; no word of it is cut, paths can be copied."""
     first, further = f"{indent}{label}: ", f"{indent}  "
-    for line in clean(text).splitlines():
+    for line in clean_lines(text).splitlines():
         yield from textwrap.wrap(
             line,
             WIDTH,

@@ -83,8 +83,14 @@ def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
         load(written(PICTURE), signature(1, 3, 2, 2, datatype="UINT8"), Pixels(scale=2.0))
     with pytest.raises(WrongImage, match="--mean: expected 1 number or 3, one for each channel, got 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels(mean=(1.0, 2.0)))
+    with pytest.raises(WrongImage, match="expected 8 bits a channel, got a picture of mode I;16"):
+        load(written(np.full((2, 2), 300, np.uint16)), signature(1, 1, 2, 2), Pixels())
+    with pytest.raises(WrongImage, match="--scale, --mean, --std: expected numbers that FP16 has"):
+        load(written(PICTURE), signature(1, 3, 2, 2, datatype="FP16"), Pixels(scale=1000.0))
+    with pytest.raises(WrongImage, match="expected an input of at most 64,000,000 pixels, got 99,999 x 99,999"):
+        load(written(PICTURE), signature(1, 3, 99999, 99999), Pixels())
     monkeypatch.setattr("weightd.ctl.predict.images._MOST_PIXELS", 3)
-    with pytest.raises(WrongImage, match="expected at most 3 pixels, got 2 x 2"):
+    with pytest.raises(WrongImage, match="expected a picture of at most 3 pixels, got 2 x 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(WrongImage, match="Pillow is not installed: pip install 'weightd\\[images\\]'"):

@@ -87,6 +87,11 @@ def test_infinities_are_meant_and_no_number_becomes_one() -> None:
     read = of_lists(read_json('[Infinity, "-Infinity", "NaN", NaN, 65504]'), x("FP16", 5))
     assert [*map(float, read[[0, 1, 4]])] == [float("inf"), float("-inf"), 65504.0]
     assert np.isnan(read[2:4]).all()
+    assert of_table(Table("inf,-Infinity"), x("FP64", -1)).tolist() == [float("inf"), float("-inf")]
+    with pytest.raises(WrongNumbers, match="a double has, got str '-1e999'"):
+        read_json("[-1e999]")
+    with pytest.raises(WrongNumbers, match="line 1, column 2: expected a number, got str '1e999'"):
+        Table("1,1e999")
 
 
 def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -9,7 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, List, Sequence
+from typing import Any, List, Optional, Sequence
 
 import numpy as np
 import pytest
@@ -267,3 +268,22 @@ def test_a_wrong_command_line(alone: Ctl, arguments: str, said: str) -> None:
     ran = alone("predict", "m", *arguments.split())
     assert (ran.status, ran.out) == (exits.USAGE, "")
     assert said in ran.err
+
+
+class Broken(io.BytesIO):
+    """A file on a disk that fails."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+
+    def read(self, size: Optional[int] = -1) -> bytes:
+        raise OSError(errno.EIO, "no such luck")
+
+
+def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    ran = ctl("predict", "m", "--input", "ids=-")
+    assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
+    monkeypatch.setattr("weightd.ctl.arrays.opened", Broken)
+    ran = ctl("predict", "m", "--input", "ids=x.json")
+    assert (ran.status, ran.err) == (exits.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

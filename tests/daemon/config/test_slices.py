@@ -282,7 +282,7 @@ def test_what_each_model_will_be(place: Place) -> None:
         "big: mindspore_lite, 2 groups of 2 ranks on ascend:0, ascend:1; ascend:2, ascend:3, /srv/rank{rank}.mindir",
         "cut: mindspore, 3 ranks on cpu, /srv/{rank}.mindir",
         "small: onnxruntime, 3 workers, /srv/m.onnx",
-        "one: mindspore_lite, 1 workers, /srv/m.mindir",
-        "two: mindspore_lite, 1 workers, /srv/n.mindir",
+        "one: mindspore_lite, 1 worker, /srv/m.mindir",
+        "two: mindspore_lite, 1 worker, /srv/n.mindir",
         "g: one, two in one process on ascend:4, ascend:5, workspace shared",
     ]

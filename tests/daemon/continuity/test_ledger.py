@@ -174,6 +174,12 @@ def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, cap
     assert read(path) == []
 
 
+def test_what_is_wrong_is_told_with_its_place(path: Path) -> None:
+    path.write_bytes(b'{"daemon": {"reloads": 1, "refused_reloads": 1, "dropped": -1}}\n{"lines": 1}\n')
+    with pytest.raises(LedgerError, match=r"^daemon\.dropped: expected integer"):
+        ledger.read(path, {"daemon": TotalFigures})
+
+
 def test_half_a_file_is_none(path: Path) -> None:
     daemon = Daemon(path)
     for name in ("m", "n"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.models.pace import Load, Pace, Share
+from weightd.protocol.schema import FieldError, decode, plain
 
 MB = 10**6
 SECONDS = st.floats(0, 1e6)
@@ -110,3 +112,23 @@ def test_of_the_first_one_only_the_copy_is_known() -> None:
 def test_one_that_nobody_has_seen_begin_teaches_nothing() -> None:
     load = Load(None, 0.0)
     assert load.serves(1.0) is None
+
+
+def test_of_what_a_damaged_file_says_nothing_is_told_that_nobody_would_wait_for() -> None:
+    load = Load(Pace(1, 86400.0, 86400.0), 0.0)
+    load.copying(1, 2**40)
+    load.pinned(2**40, 1.0)
+    load.loads(1.0)
+    assert load.share(2.0).left_s is None
+    with pytest.raises(FieldError, match="load_s"):
+        decode(Pace, {"nbytes": 1, "load_s": 1e308})
+
+
+def test_whatever_a_load_took_can_be_written_down() -> None:
+    load = Load(None, 0.0)
+    load.copying(1, 1)
+    load.pinned(1, 1e9)
+    load.loads(1e9)
+    pace = load.serves(3e9)
+    assert pace is not None
+    assert decode(Pace, plain(pace)) == pace

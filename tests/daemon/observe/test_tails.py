@@ -51,6 +51,9 @@ def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "directory.log").mkdir()
     (tmp_path / "good.log").write_text("")
+    for unspeakable in (b".log", b"\xff.log", b"a\nb.log"):
+        (tmp_path / os.fsdecode(unspeakable)).write_text("")
+    encode(read(tmp_path))
     assert [(each.process, each.text) for each in read(tmp_path).logs] == [("good", "")]
     assert read(tmp_path / "none").logs == ()
 

@@ -101,7 +101,8 @@ def _other_problems(model: ModelConfig, asked: dict[tuple[str, ...], str], *, is
 def described(config: Config) -> Iterator[str]:
     """Yield what each model will be, each group of models, and who each tenant is; a line each."""
     for name, model in config.models.items():
-        what = f"{model.workers} workers" if model.ranks is None else _of_ranks(model.ranks)
+        workers = "1 worker" if model.workers == 1 else f"{model.workers} workers"
+        what = workers if model.ranks is None else _of_ranks(model.ranks)
         yield f"{name}: {model.engine}, {what}, {model.path}"
     for name, group in config.groups.items():
         shared = "workspace and weights" if group.shares_weights and group.shares_workspace else group.share

@@ -186,7 +186,7 @@ def _figures(value: Any, records: Mapping[str, type[Any]]) -> tuple[str, Figures
     try:
         return word, decode(records[word], given[word])
     except FieldError as error:
-        raise LedgerError(f"{word}{error}") from None
+        raise LedgerError(str(error.at(f".{word}"))) from None
 
 
 def _value(line: str) -> Any:

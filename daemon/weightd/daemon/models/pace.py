@@ -16,6 +16,9 @@ from weightd.protocol.schema import integer, number, record, text
 _KNOWN = 0.9
 _MOST = 0.99
 
+# A month. What is said to take longer has been damaged in the file, or is of another size: it is no number for people.
+_MOST_S = 30 * 86400.0
+
 # Of a copy that has just begun nobody can tell how fast it is.
 _LEAST_S = 0.5
 
@@ -25,8 +28,8 @@ class Pace:
     """How long so many bytes of a model took: `copy_s` for their copy if there was one, and `load_s` after that."""
 
     nbytes: int = field(metadata=integer(0, limits.MAX_COUNT))
-    load_s: float = field(metadata=number())
-    copy_s: float | None = field(default=None, metadata=number())
+    load_s: float = field(metadata=number(_MOST_S))
+    copy_s: float | None = field(default=None, metadata=number(_MOST_S))
 
     def load_of(self, nbytes: int) -> float:
         """Return how long so many bytes would take after their copy."""
@@ -114,7 +117,7 @@ class Load:
             return None
         before = None if self._before is None else self._before.copy_of(self._nbytes)
         copy_s = self._copy_s if self._copied else before
-        return Pace(self._nbytes, now - self._loads_at, copy_s)
+        return Pace(self._nbytes, min(now - self._loads_at, _MOST_S), None if copy_s is None else min(copy_s, _MOST_S))
 
     def share(self, now: float) -> Share:
         """Return how far it is."""
@@ -130,7 +133,7 @@ class Load:
         else:
             part, left = copy_s + ahead * _nearing(gone / ahead if ahead else 1.0), ahead - gone
         self._told = max(self._told, min(_MOST, part / total if total else 0.0))
-        is_known = left > 0 and (self._copy_s is None or self._loads_at is not None)
+        is_known = 0 < left <= _MOST_S and (self._copy_s is None or self._loads_at is not None)
         return Share(self._told, left if is_known else None, copied)
 
     def _copy(self, now: float) -> float | None:

@@ -78,7 +78,12 @@ def _names(process: str, files: GenerationFiles) -> Iterable[str]:
             names = [entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)]
     except OSError:
         return []
-    return [name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)]
+    # No process has a name that is empty or no text: such a one could not be told.
+    return [
+        name.removesuffix(_SUFFIX)
+        for name in names
+        if name.endswith(_SUFFIX) and name != _SUFFIX and name.isprintable()
+    ]
 
 
 def _changed(path: Path) -> float:

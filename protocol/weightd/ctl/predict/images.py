@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, BinaryIO, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -95,7 +96,12 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
         )
     values = _read(file, form)
     if dtype.kind == "f":
-        values = _scaled(values, pixels).astype(dtype)
+        with np.errstate(over="ignore"):
+            values = _scaled(values, pixels).astype(dtype)
+        if not np.isfinite(values).all():
+            raise WrongImage(
+                f"--scale, --mean, --std: expected numbers that {signature.datatype} has, got infinite ones"
+            )
     values = values if form.is_last else np.moveaxis(values, -1, 0)
     return np.ascontiguousarray(values[np.newaxis] if form.has_batch else values)
 
@@ -107,17 +113,28 @@ def _read(file: BinaryIO, form: Layout) -> Any:
     except ImportError:
         raise WrongImage("it is a picture, and Pillow is not installed: pip install 'weightd[images]'") from None
     try:
-        with Image.open(file, formats=_FORMATS) as image:
-            if image.width * image.height > _MOST_PIXELS:
-                raise WrongImage(f"expected at most {_MOST_PIXELS:,} pixels, got {image.width:,} x {image.height:,}")
-            upright = ImageOps.exif_transpose(image)
-            size = form.size[0] or upright.width, form.size[1] or upright.height
-            picture = upright.convert(_MODES[form.channels]).resize(size, Image.Resampling.BILINEAR)
+        # What Pillow warns of is of transparency, which is not asked for, and of sizes, which are looked at here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=_FORMATS) as image:
+                _check_size("a picture", image.width, image.height)
+                if image.mode.startswith(("I", "F")):
+                    # Pillow would make 255 of all that is more.
+                    raise WrongImage(f"expected 8 bits a channel, got a picture of mode {image.mode}; .npy has others")
+                upright = ImageOps.exif_transpose(image)
+                size = form.size[0] or upright.width, form.size[1] or upright.height
+                _check_size("an input", *size)
+                picture = upright.convert(_MODES[form.channels]).resize(size, Image.Resampling.BILINEAR)
     except WrongImage:
         raise
     except Exception as error:  # noqa: BLE001 - what reads foreign formats raises whatever it meets
         raise WrongImage(f"the picture is damaged, or of a kind that cannot be read: {error}") from None
     return np.asarray(picture).reshape(size[1], size[0], form.channels)
+
+
+def _check_size(what: str, width: int, height: int) -> None:
+    if width * height > _MOST_PIXELS:
+        raise WrongImage(f"expected {what} of at most {_MOST_PIXELS:,} pixels, got {width:,} x {height:,}")
 
 
 def _scaled(values: Any, pixels: Pixels) -> Any:

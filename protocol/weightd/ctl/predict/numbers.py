@@ -7,6 +7,7 @@ have to be in its range.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
@@ -42,7 +43,7 @@ def read_json(text: str) -> Any:
         WrongNumbers: it is none.
     """
     try:
-        return json.loads(text, parse_int=_integer, object_pairs_hook=_object)
+        return json.loads(text, parse_int=_integer, parse_float=_fraction, object_pairs_hook=_object)
     except RecursionError:
         raise WrongNumbers(f"expected lists of at most {limits.MAX_RANK} levels") from None
     except WrongNumbers:
@@ -55,6 +56,13 @@ def _integer(digits: str) -> int:
     if len(digits) > _MOST_CHARACTERS:
         raise WrongNumbers(f"expected numbers of at most {_MOST_CHARACTERS} digits, got one of {len(digits)}")
     return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise WrongNumbers(f"expected numbers that a double has, got {got(digits)}")
+    return value
 
 
 def _object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
@@ -93,7 +101,10 @@ def _cell(cell: str, line: int, column: int) -> float:
     try:
         if len(cell) > _MOST_CHARACTERS or "_" in cell:
             raise ValueError
-        return int(cell) if _INTEGER.fullmatch(cell) else float(cell)
+        value = int(cell) if _INTEGER.fullmatch(cell) else float(cell)
+        if cell[-1:].isdigit() and math.isinf(value):
+            raise ValueError
+        return value
     except ValueError:
         raise WrongNumbers(f"line {line}, column {column}: expected a number, got {got(cell)}") from None
 

@@ -98,12 +98,14 @@ class Reader:
             Unclear: it is not said which input it is.
         """
         with arrays.opened(given.path) as file:
-            start = file.read(_START_BYTES)
-            file.seek(0)
             try:
+                start = file.read(_START_BYTES)
+                file.seek(0)
                 yield from self._arrays(given, start, file)
             except (WrongNumbers, WrongImage) as error:
                 raise BadInput(f"{given.told}: {clean(str(error))}") from None
+            except OSError as error:
+                raise BadInput(f"{given.told}: {error.strerror or error}") from None
 
     def _arrays(self, given: Given, start: bytes, file: BinaryIO) -> Arrays:
         if start[: len(arrays.NPZ[0])] in arrays.NPZ:

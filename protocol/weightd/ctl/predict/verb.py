@@ -32,7 +32,8 @@ What an input is read from:
   .json       A number, a flat list (the shape is the model's) or nested lists; an object gives
               inputs by their names. Numbers must be in the range of the input's datatype.
   .csv        Numbers between commas, a row a line; they are checked likewise.
-  pictures    PNG, JPEG, WebP, BMP, GIF and TIFF, with Pillow: pip install 'weightd[images]'.
+  pictures    PNG, JPEG, WebP, BMP, GIF and TIFF of 8 bits a channel, with Pillow: pip install
+              'weightd[images]'.
               They are turned as they are to be seen, made gray, RGB or RGBA, stretched to the
               input's size, and put into [1, C, H, W] or [1, H, W, C], as the model has it. A float
               is (value * scale - mean) / std, of values from 0 to 255; without these options

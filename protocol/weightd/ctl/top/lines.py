@@ -61,4 +61,4 @@ def narrow(text: str) -> str:
 
 def _is_narrow(character: str) -> bool:
     is_wide = unicodedata.east_asian_width(character) in "WF"
-    return not is_wide and not unicodedata.combining(character) and character != "\n"
+    return not is_wide and not unicodedata.combining(character)
