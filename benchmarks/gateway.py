@@ -38,12 +38,12 @@ REQUESTS, LARGE_REQUESTS = 150, 30  # in a round
 QUICK_ROUNDS = 3
 LARGE_WIDTH = 150_000  # 600 KB
 
-OURS, MLSERVER, POOL, PYTRITON, MOSEC = "weightd", "mlserver", "mlserver_pool", "pytriton", "mosec"
+OURS, MLSERVER, ALONE, PYTRITON, MOSEC = "weightd", "mlserver", "mlserver_alone", "pytriton", "mosec"
 
 _SERVE: Mapping[str, servers.Serve] = {
     OURS: servers.weightd,
-    MLSERVER: lambda models, _: servers.mlserver(models, 0),
-    POOL: servers.mlserver,
+    MLSERVER: servers.mlserver,
+    ALONE: lambda models, _: servers.mlserver(models, 0),
     PYTRITON: servers.pytriton,
 }
 
@@ -55,12 +55,12 @@ class Gateway(Result):
     """Ratios are the gateway's p50 by the other's, medians over the rounds.
 
     Attributes:
-        grpc_to_mlserver: a tiny request by gRPC, to one that runs models in itself.
-        grpc_to_mlserver_pool: to one that has a process for them.
+        grpc_to_mlserver: a tiny request by gRPC, to one that has a process for its models.
+        grpc_to_mlserver_alone: to one that runs them in itself.
         http_to_pytriton: by HTTP with binary tensors.
         http_to_mosec: a tiny request by raw HTTP.
         grpc_600k_to_mlserver: the first with an input of 600 KB, which is answered by one number.
-        grpc_600k_to_mlserver_pool: likewise.
+        grpc_600k_to_mlserver_alone: likewise.
         http_600k_to_pytriton: likewise.
         http_600k_to_mosec: likewise.
         p50_us: of each server and way, medians of the rounds.
@@ -69,11 +69,11 @@ class Gateway(Result):
 
     benchmark = "gateway"
     grpc_to_mlserver: float
-    grpc_to_mlserver_pool: float
+    grpc_to_mlserver_alone: float
     http_to_pytriton: float
     http_to_mosec: float
     grpc_600k_to_mlserver: float
-    grpc_600k_to_mlserver_pool: float
+    grpc_600k_to_mlserver_alone: float
     http_600k_to_pytriton: float
     http_600k_to_mosec: float
     p50_us: Mapping[str, float]
@@ -138,7 +138,7 @@ def run(setup: Setup) -> Gateway:
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for suffix, size in sizes.items():
-                for way, names in (("grpc", (OURS, MLSERVER, POOL)), ("http", (OURS, PYTRITON))):
+                for way, names in (("grpc", (OURS, MLSERVER, ALONE)), ("http", (OURS, PYTRITON))):
                     for name in names:
                         address = f"127.0.0.1:{getattr(found[name], way)}"
                         order = Round(way, address, size.model, size.model, size.requests)
@@ -151,7 +151,7 @@ def run(setup: Setup) -> Gateway:
 
 
 def _result(setup: Setup, rounds: int, p50: Mapping[str, list[float]]) -> Gateway:
-    compared = [("grpc", MLSERVER), ("grpc", POOL), ("http", PYTRITON), ("raw", MOSEC)]
+    compared = [("grpc", MLSERVER), ("grpc", ALONE), ("http", PYTRITON), ("raw", MOSEC)]
     ratios = {
         f"{'http' if way == 'raw' else way}{suffix}_to_{rival}": ratio(
             p50[f"{OURS} {way}{suffix}"], p50[f"{rival} {way}{suffix}"]

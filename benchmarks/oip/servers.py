@@ -45,8 +45,15 @@ def mlserver(models: Mapping[str, Path], workers: int) -> Generator[Server, None
     """MLServer with so many worker processes; with none it runs models in itself, which is quicker."""
     server, metrics = _ports()
     with tempfile.TemporaryDirectory(prefix="mlserver-", dir="/tmp") as directory:
-        settings = {"host": "127.0.0.1", "http_port": server.http, "grpc_port": server.grpc, "metrics_port": metrics}
-        Path(directory, "settings.json").write_text(json.dumps({**settings, "parallel_workers": workers}), "utf-8")
+        settings = {
+            "host": "127.0.0.1",
+            "http_port": server.http,
+            "grpc_port": server.grpc,
+            "metrics_port": metrics,
+            "metrics_dir": directory,
+            "parallel_workers": workers,
+        }
+        Path(directory, "settings.json").write_text(json.dumps(settings), "utf-8")
         for name, path in models.items():
             Path(directory, name).mkdir()
             model = {"name": name, "implementation": "mlserver_runtime.Onnx", "parameters": {"uri": str(path)}}
