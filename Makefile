@@ -27,7 +27,7 @@ INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-most test-oldest test-beside test-ranks test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench browser fuzz chaos leak clean
+.PHONY: demo test test-most test-oldest test-beside test-ranks test-kserve test-systemd mutants check check-pyright check-mypy check-oldest check-rest bench browser fuzz chaos leak clean
 .PHONY: bench-rival bench-gateway help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
@@ -53,6 +53,9 @@ test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real 
 
 test-beside: test-oldest  # what leaves a core to the other tests, one after another
 	@$(MAKE) --no-print-directory test-ranks >build/test-ranks.log 2>&1; status=$$?; cat build/test-ranks.log; exit $$status
+
+test-kserve: $(VENV)/.made .venv-kserve/.made  ## KServe's own clients before the gateway; not in CI, for they bring 67 packages
+	$(BIN)/python -m pytest tests/e2e/test_gateway_kserve.py
 
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
@@ -95,7 +98,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and te
 	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* .venv-kserve build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -158,6 +161,11 @@ $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 	$(MINDSPORE)/$(INSTALL) --no-compile --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
 	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
+	@touch $@
+
+.venv-kserve/.made: .ci/requirements-kserve.txt $(VENV)/.made
+	$(BIN)/python -m venv $(@D)
+	$(@D)/$(INSTALL) --requirement $<
 	@touch $@
 
 mindspore-if-possible:

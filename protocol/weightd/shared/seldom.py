@@ -21,10 +21,12 @@ class Seldom:
         self._seconds = seconds
         # When it may be told again, and how often it has happened meanwhile.
         self._told: Dict[str, Tuple[float, int]] = {}
+        # None of them may be forgotten before.
+        self._forget_at = 0.0
 
     def tell(self, who: str, now: float) -> Optional[int]:
         """It has happened once more; return how often it was not told since the last time, None if it is not to be."""
-        if who not in self._told and len(self._told) >= _MOST_TOLD_APART:
+        if who not in self._told and len(self._told) >= _MOST_TOLD_APART and now >= self._forget_at:
             self._forget(now)
         if who not in self._told and len(self._told) >= _MOST_TOLD_APART:
             who = _OTHERS
@@ -37,3 +39,4 @@ class Seldom:
 
     def _forget(self, now: float) -> None:
         self._told = {who: each for who, each in self._told.items() if now < each[0]}
+        self._forget_at = min((until for until, _ in self._told.values()), default=now)

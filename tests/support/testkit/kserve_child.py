@@ -1,0 +1,52 @@
+"""KServe's own clients ask a gateway: ``python kserve_child.py HTTP GRPC MODEL``, an array x as JSON on stdin.
+
+Runs in an environment that has kserve, and nothing of weightd; prints what came, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import numpy as np
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest
+from kserve.inference_client import RESTConfig
+from kserve.protocol.infer_type import RequestedOutput
+
+
+async def main() -> None:
+    """Ask all that these clients can, by both ways."""
+    http, grpc, model = sys.argv[1:]
+    x = np.array(json.load(sys.stdin), np.float32)
+    told: dict[str, Any] = {}
+    rest = InferenceRESTClient(RESTConfig(protocol="v2"))
+    for name, binary in (("json", False), ("binary", True)):
+        answer = await rest.infer(http, _request(model, x, binary=binary), model)
+        told[name] = _values(answer)
+    told["rest"] = [
+        await rest.is_server_live(http),
+        await rest.is_server_ready(http),
+        await rest.is_model_ready(http, model),
+    ]
+    await rest.close()
+    client = InferenceGRPCClient(grpc)
+    for name, binary in (("typed", False), ("raw", True)):
+        told[name] = _values(await client.infer(_request(model, x, binary=binary)))
+    told["grpc"] = [await client.is_server_live(), await client.is_server_ready(), await client.is_model_ready(model)]
+    await client.close()
+    print(json.dumps(told))
+
+
+def _request(model: str, x: Any, *, binary: bool) -> InferRequest:
+    given = InferInput("x", list(x.shape), "FP32")
+    given.set_data_from_numpy(x, binary_data=binary)
+    return InferRequest(model, [given], request_outputs=[RequestedOutput("y", {"binary_data": binary})])
+
+
+def _values(answer: Any) -> Any:
+    return answer.outputs[0].as_numpy().tolist()
+
+
+asyncio.run(main())
