@@ -71,6 +71,10 @@ class GatewayProcess:
         """Ask it to end, and return its status."""
         if self._process.poll() is None:
             self._process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end, and return its status; one that takes too long is killed."""
         try:
             status = self._process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

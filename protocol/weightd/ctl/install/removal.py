@@ -12,7 +12,7 @@ from weightd.ctl.install.plan import UNIT_DIRECTORY, Planned
 
 STEPS = (
     (
-        "systemctl stop weightd-gateway.socket weightd-gateway.service weightd.socket weightd.service 'weightd@*'",
+        "systemctl stop 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
         "what runs goes on until then",
     ),
     ("systemctl daemon-reload", ""),
