@@ -4,48 +4,52 @@ from __future__ import annotations
 
 import pytest
 
+from weightd.gateway.callers import Caller
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import ResourceExhausted
+
+ALICE, BOB = Caller("a", "alice"), Caller("b", "bob")
 
 
 def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -> None:
     seats = Seats(2, 100)
-    with seats.one():
-        with seats.one():
-            with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.one():
+    with seats.one(ALICE):
+        with seats.one(BOB):
+            with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.one(None):
                 pass
             assert caught.value.retry_after
         assert seats.taken == 1
-        with seats.one():
+        with seats.one(None):
             assert seats.taken == 2
     assert seats.taken == 0
 
 
 def test_a_seat_is_given_back_whatever_happens() -> None:
     seats = Seats(1, 100)
-    with pytest.raises(ValueError, match="x"), seats.one():
+    with pytest.raises(ValueError, match="x"), seats.one(ALICE):
         raise ValueError("x")
     assert seats.taken == 0
 
 
 def test_bytes_are_kept_until_the_end_of_their_request() -> None:
     seats = Seats(2, 100)
-    with seats.one() as one:
+    with seats.one(ALICE) as one:
         one.take(60)
-        with seats.one() as other:
-            other.take(40)
+        with seats.one(BOB) as other:
+            other.take(0)
+            other.take(30)
             with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
                 other.take(1)
-            assert seats.taken_bytes == 100
-        one.take(40)
+            assert seats.taken_bytes == 90
+        one.take(15)
     assert seats.taken_bytes == 0
 
 
 def test_an_answer_is_kept_until_it_has_been_sent() -> None:
     seats = Seats(1, 100)
-    sent = seats.keep(60)
+    sent = seats.keep(ALICE, 60)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        seats.keep(41)
+        seats.keep(BOB, 41)
     sent.leave()
     sent.leave()
     assert (seats.taken, seats.taken_bytes) == (0, 0)

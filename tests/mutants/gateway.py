@@ -15,9 +15,7 @@ MUTANTS = [
         ("        caller = caller or self.anonymous", "        caller = self.anonymous or caller"),
         ('    if scheme.lower() != "bearer" or not token.strip():', "    if not token.strip():"),
         ("    if not _DIGEST.fullmatch(words[0]):", "    if False:"),
-        ("        if self.taken >= self._most:", "        if False:"),
-        ("        if self.taken_bytes + nbytes > self._most_bytes:", "        if False:"),
-        ("        self._seats.taken_bytes -= self.nbytes", "        pass"),
+        ("        self._shares.give(self._caller, self._nbytes)", "        pass"),
     ),
     *mutants(
         "gateway",
@@ -54,6 +52,7 @@ MUTANTS = [
         "gateway",
         "gateway/rest/test_form.py gateway/rest/test_routes.py gateway/rest/test_connection.py",
         ("    if len(header) > MOST_JSON_BYTES:", "    if False:"),
+        ('    if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MOST_VALUES:', "    if False:"),
         ("parse_constant=_no_constant", "parse_constant=float"),
         ("    if begin != len(content):", "    if False:"),
         ("    unknown = content.keys() - _FIELDS", "    unknown: set[str] = set()"),
@@ -85,9 +84,20 @@ MUTANTS = [
         "gateway/rest/test_hostile.py",
         ("                resp.release()\n", "                pass\n"),
         (
-            "        kept = self._service.seats.keep(len(described) + sum(map(len, pieces)))",
-            "        kept = self._service.seats.keep(0)",
+            "        kept = self._service.seats.keep(caller, len(described) + sum(map(len, pieces)))",
+            "        kept = self._service.seats.keep(caller, 0)",
         ),
+    ),
+    *mutants(
+        "gateway",
+        "gateway/test_shares.py",
+        ("        if free < 0:\n            return False", ""),
+        ("            if has and has + count > _TIMES_FREE * free:", "            if False:"),
+        (
+            "            if has and has + count > _TIMES_FREE * free:",
+            "            if has + count > _TIMES_FREE * free:",
+        ),
+        ("            self._of[who] -= count", "            pass"),
     ),
     *mutants(
         "gateway",

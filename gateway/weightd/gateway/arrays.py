@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from weightd.gateway.codes import TooLarge
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
@@ -35,6 +36,10 @@ _CALLED: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers",
 
 # What could not be described is refused even if a dimension is 0: offsets into it would not fit in 64 bits.
 _MOST_ELEMENTS = 2**59
+
+# Of a request, or of an answer, that are not in their bytes: each is an object of Python, and so many take the loop a
+# third of a second, in which nobody else is served.
+MOST_VALUES = 1024 * 1024
 
 # They have no form but their bytes.
 _RAW_ALONE = frozenset({"FP16"})
@@ -136,7 +141,12 @@ def from_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[
 
     Raises:
         InvalidArgument: it cannot hold one of them, or they are more or fewer.
+        TooLarge: they are too many.
     """
+    if len(values) > MOST_VALUES:
+        raise TooLarge(
+            f"{label(name)}: data: expected at most {MOST_VALUES} values, got {len(values)}: send raw contents"
+        )
     if len(values) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
     given = np.fromiter(values, wide, len(values))
@@ -188,7 +198,10 @@ def to_values(name: str, array: Array) -> list[Any]:
 
     Raises:
         InvalidArgument: JSON does not have them.
+        TooLarge: they are too many.
     """
+    if array.size > MOST_VALUES:
+        raise TooLarge(f"output {label(name)}: {array.size} values are too many for JSON: ask for binary data")
     if datatype_of(array) in _RAW_ALONE:
         raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

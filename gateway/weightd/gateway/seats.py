@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
+from weightd.gateway.callers import Caller
+from weightd.gateway.shares import Shares
 from weightd.protocol.errors import ResourceExhausted
 
 # A guess: by then some of what is under way has been answered.
@@ -15,70 +17,67 @@ class Seats:
     """Requests that are received or answered.
 
     Args:
-        most: of them.
+        most: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
         most_bytes: of all of them.
-
-    Attributes:
-        taken: how many there are.
-        taken_bytes: how many bytes.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self.taken = 0
-        self.taken_bytes = 0
+        self._shares = Shares(most)
+        self._bytes = Shares(most_bytes)
+
+    @property
+    def taken(self) -> int:
+        """How many there are."""
+        return self._shares.taken
+
+    @property
+    def taken_bytes(self) -> int:
+        """How many bytes are kept of all of them."""
+        return self._bytes.taken
 
     @contextlib.contextmanager
-    def one(self) -> Generator[Seat, None, None]:
-        """Have a request under way within the block.
+    def one(self, caller: Caller | None) -> Generator[Seat, None, None]:
+        """Have a request under way within the block; None: of whoever asks.
 
         Raises:
             ResourceExhausted: there are as many as there may be.
         """
-        if self.taken >= self._most:
-            raise ResourceExhausted(
-                f"{self._most} requests are under way at this gateway (max_in_flight)", retry_after=_RETRY_S
-            )
-        self.taken += 1
-        seat = Seat(self)
+        if not self._shares.take(caller):
+            raise _exhausted(f"its share of {self._most} requests", "max_in_flight")
+        seat = Seat(self._bytes, self._most_bytes, caller)
         try:
             yield seat
         finally:
-            self.taken -= 1
+            self._shares.give(caller)
             seat.leave()
 
-    def keep(self, nbytes: int) -> Seat:
+    def keep(self, caller: Caller | None, nbytes: int) -> Seat:
         """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
 
         Raises:
             ResourceExhausted: there is no room for them.
         """
-        seat = Seat(self)
+        seat = Seat(self._bytes, self._most_bytes, caller)
         seat.take(nbytes)
         return seat
-
-    def take(self, seat: Seat, nbytes: int) -> None:
-        """Have so many more bytes of a request; see `Seat.take`."""
-        if self.taken_bytes + nbytes > self._most_bytes:
-            raise ResourceExhausted(
-                f"{self._most_bytes} bytes of requests are under way at this gateway (max_memory_bytes)",
-                retry_after=_RETRY_S,
-            )
-        self.taken_bytes += nbytes
-        seat.nbytes += nbytes
 
 
 class Seat:
     """A request that is under way.
 
-    Attributes:
-        nbytes: what is kept of it.
+    Args:
+        shares: of bytes.
+        most: bytes.
+        caller: whose request it is.
     """
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
-        self.nbytes = 0
+    def __init__(self, shares: Shares, most: int, caller: Caller | None) -> None:
+        self._shares = shares
+        self._most = most
+        self._caller = caller
+        self._nbytes = 0
 
     def take(self, nbytes: int) -> None:
         """Keep so many more bytes of the request, until its end.
@@ -86,9 +85,15 @@ class Seat:
         Raises:
             ResourceExhausted: there is no room for them.
         """
-        self._seats.take(self, nbytes)
+        if not self._shares.take(self._caller, nbytes):
+            raise _exhausted(f"its share of {self._most} bytes of requests", "max_memory_bytes")
+        self._nbytes += nbytes
 
     def leave(self) -> None:
         """Nothing is kept of it any more."""
-        self._seats.taken_bytes -= self.nbytes
-        self.nbytes = 0
+        self._shares.give(self._caller, self._nbytes)
+        self._nbytes = 0
+
+
+def _exhausted(what: str, key: str) -> ResourceExhausted:
+    return ResourceExhausted(f"the caller has {what} under way at this gateway ({key})", retry_after=_RETRY_S)

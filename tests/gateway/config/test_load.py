@@ -82,7 +82,7 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
         ),
         ({"gateway": {"tokens": "~/tokens"}}, "gateway.tokens: expected a path without ~"),
         ({"gateway": {"max_body_bytes": 0}}, "gateway.max_body_bytes: expected integer"),
-        ({"gateway": {"max_memory_bytes": 1024}}, "gateway.max_memory_bytes: expected at least max_body_bytes"),
+        ({"gateway": {"max_memory_bytes": 1024}}, "gateway.max_memory_bytes: expected at least twice max_body_bytes"),
         ({"certificates": {"shop": "sales"}}, "certificates: it has no effect without client_ca"),
         ({"users": {"root": "-"}}, "users: it has no effect without a unix: address"),
         ({"gateway": {"http": ["unix:/x"]}, "users": {"65534": "-"}}, "users.65534: expected another user"),

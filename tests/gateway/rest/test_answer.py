@@ -7,9 +7,10 @@ import json
 import numpy as np
 import pytest
 
+from weightd.gateway.arrays import MOST_VALUES
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.rest.answer import encode
-from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, OutputForm
+from weightd.gateway.rest.form import Form, OutputForm
 from weightd.protocol.errors import InvalidArgument
 
 ANSWER = {"y": np.array([[1.5, 2.0]], np.float32), "z": np.array(True)}
@@ -61,6 +62,6 @@ def test_an_output_that_json_cannot_hold_or_not_so_much_of_is_refused() -> None:
     values = Form([], None, binary=False)
     with pytest.raises(InvalidArgument, match="output y: JSON has neither NaN"):
         encode("m", values, {"y": np.array([np.nan])}, nowhere)
-    with pytest.raises(TooLarge, match=r"output y: .* bytes are too many for JSON"):
-        encode("m", values, {"y": np.zeros(MOST_JSON_BYTES // 2, np.int8)}, nowhere)
+    with pytest.raises(TooLarge, match=r"output y: .* values are too many for JSON"):
+        encode("m", values, {"y": np.zeros(MOST_VALUES + 1, np.int8)}, nowhere)
     encode("m", Form([], None, binary=True), {"y": np.array([np.nan])}, nowhere)

@@ -416,9 +416,9 @@ def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
 
 
 def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
-    settings = {"gateway": {"max_body_bytes": 8192, "max_memory_bytes": 8192}}
+    settings = {"gateway": {"max_body_bytes": 8192, "max_memory_bytes": 16384}}
     with HttpGateway(fake.address, settings) as gateway:
-        asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [1000], "data": [0] * 1000}]}
+        asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [2000], "data": [0] * 2000}]}
         status, answer, _ = gateway.ask("POST", INFER, asked)
     assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
 
@@ -455,7 +455,7 @@ def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: F
         file.truncate(size)
     parameters = {"shared_memory_region": "r", "shared_memory_byte_size": size}
     asked = {"inputs": [{"name": "x", "datatype": "INT8", "shape": [size], "parameters": parameters}]}
-    settings = {"shared_memory": True, "max_body_bytes": 2**20, "max_memory_bytes": 2**20}
+    settings = {"shared_memory": True, "max_body_bytes": 2**19, "max_memory_bytes": 2**20}
     with HttpGateway(fake.address, {"gateway": settings}, directory) as gateway:
         where = {"key": "/large", "offset": 0, "byte_size": size}
         assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200

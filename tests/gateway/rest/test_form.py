@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightd.gateway.arrays import MOST_VALUES
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, InputForm, OutputForm, cut, read
 from weightd.protocol.errors import InvalidArgument
@@ -113,6 +114,12 @@ def test_what_is_no_map_of_json(text: bytes) -> None:
 def test_json_has_a_bound_of_its_own() -> None:
     with pytest.raises(TooLarge, match="send tensors as binary data"):
         read(memoryview(bytes(MOST_JSON_BYTES + 1)), "m")
+
+
+@pytest.mark.parametrize("values", [b"0," * MOST_VALUES, b"[" * MOST_VALUES, b"{}," * (MOST_VALUES // 2)])
+def test_so_have_its_values(values: bytes) -> None:
+    with pytest.raises(TooLarge, match="values in JSON: send tensors as binary data"):
+        read(memoryview(b'{"inputs": [' + values), "m")
 
 
 def test_the_same_words_about_another_model_are_not_the_same_request() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from weightd.gateway import arrays
 from weightd.gateway.rpc import calls, cutting, errors, front, requests, streams
 from weightd.gateway.rpc.messages import INFERENCE
 
@@ -28,7 +29,7 @@ def test_each_bound_is_there() -> None:
         f"{calls.MOST_PROBES} calls, whose message has to come within a second",
         f"{streams.MOST_WATCHING} that watch, and {streams.MOST_REFLECTING} that reflect",
         f"has no tensors is {calls.MOST_ASKED_BYTES // 1024} KiB at most",
-        f"raw content has {requests.MOST_HEADER_BYTES >> 20} MiB at most",
+        f"raw content has {requests.MOST_HEADER_BYTES >> 20} MiB, and {arrays.MOST_VALUES:,} values, at most",
         f"{requests.MOST_ODD_BYTES >> 20} MiB in a message of more than {cutting.MOST_FIELDS} fields",
         f"`max_in_flight` + {streams.MOST_STREAMS + front.MOST_OPEN + front.SPARE_CALLS} calls",
         f"Answers of {calls.LEAST_KEPT // 1024} KiB and more",

@@ -244,11 +244,11 @@ def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None
 
 
 def test_beyond_the_seats_a_call_is_refused_at_once() -> None:
-    with served(max_in_flight=2) as server, connected(server.target) as channel:
+    with served(max_in_flight=4) as server, connected(server.target) as channel:
         held = server.service.model = Held()
         infer = channel.unary_unary(METHOD("ModelInfer"))
-        calls = [infer.future(SMALL) for _ in range(2)]
-        until(lambda: held.running == 2, "2 requests under way")
+        calls = [infer.future(SMALL) for _ in range(3)]
+        until(lambda: held.running == 3, "3 requests under way")
         assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
         server.call(lambda: _set(held.go))
         for each in calls:
@@ -308,12 +308,13 @@ def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(mo
 def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "PROMPT_S", 0.05)
     most = 2**20
-    with served(max_body_bytes=most, max_memory_bytes=most) as server, connected(server.target) as channel:
+    with served(max_body_bytes=most, max_memory_bytes=2 * most) as server, connected(server.target) as channel:
         seats, infer = server.service.seats, channel.unary_unary(METHOD("ModelInfer"))
         with Silent(channel) as silent:
             slow = silent.begin(METHOD("ModelInfer"))
-            until(lambda: seats.taken_bytes == most, "all bytes are taken")
-            assert code_of(partial(infer, SMALL, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
+            until(lambda: seats.taken_bytes == most, "as many bytes are taken as a message may have")
+            late = silent.begin(METHOD("ModelInfer"))
+            assert code_of(partial(late.result, LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
             slow.cancel()
             until(lambda: not seats.taken_bytes, "none is")
         infer(SMALL, timeout=LIMIT_S)
@@ -356,7 +357,7 @@ LARGE = message(
 
 
 def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(caplog: pytest.LogCaptureFixture) -> None:
-    with served(max_memory_bytes=16_000_000, max_body_bytes=8_000_000) as server, ExitStack() as stack:
+    with served(max_memory_bytes=18_000_000, max_body_bytes=8_000_000) as server, ExitStack() as stack:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         # With it the window grows by and by, until it has room for a whole answer.
         options.append(("grpc.http2.bdp_probe", 0))

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.arrays import DTYPES, datatype_of
+from weightd.gateway.arrays import DTYPES, MOST_VALUES, datatype_of
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Memory, asked
-from weightd.gateway.seats import Seat, Seats
+from weightd.gateway.seats import Seats
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 
-CALL = Call(Caller(None, "test"), Seat(Seats(1, 2**40)))
+CALLER = Caller(None, "test")
+CALL = Call(CALLER, Seats(1, 2**40).keep(CALLER, 0))
 
 
 def room(caller: Caller, nbytes: int) -> Any:
@@ -96,10 +97,16 @@ def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: M
         question(content)
 
 
+def test_so_are_more_values_than_the_loop_can_take() -> None:
+    contents = {"int_contents": [0] * (MOST_VALUES + 1)}
+    with pytest.raises(TooLarge, match=r"x: data: expected at most \d+ values"):
+        question(request(inputs=[tensor("x", "INT8", [MOST_VALUES + 1], contents=contents)]))
+
+
 def test_what_values_become_is_counted() -> None:
     seats = Seats(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
-    with seats.one() as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+    with seats.one(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
         question(content, CALL._replace(seat=seat))
 
 

@@ -144,8 +144,9 @@ def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayC
 
 
 def _of_memory(config: GatewayConfig) -> Iterator[FieldError]:
-    if config.max_memory_bytes < config.max_body_bytes:
-        expected = f"expected at least max_body_bytes, {config.max_body_bytes}, got {config.max_memory_bytes}"
+    least = 2 * config.max_body_bytes
+    if config.max_memory_bytes < least:
+        expected = f"expected at least twice max_body_bytes, {least}, got {config.max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
 
 

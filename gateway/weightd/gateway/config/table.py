@@ -72,11 +72,13 @@ class GatewayConfig:
     """Bytes of a request, once it is decompressed."""
 
     max_in_flight: int = field(default=256, metadata=integer(1, _MOST_COUNT))
-    """Requests that are received or answered at once. Whoever comes beyond that is told so at once."""
+    """Requests that are received or answered at once. Whoever comes beyond that is told so at once. A tenant has
+    at most three times as many as it leaves to others, of these as of the bytes below: three quarters, if it is alone.
+    """
 
     max_memory_bytes: int = field(default=1024 * 1024 * 1024, metadata=integer(1024, 2**62))
     """Bytes of all requests that are received or answered at once, likewise, and of answers that callers have not read;
-    at least `max_body_bytes`."""
+    at least twice `max_body_bytes`."""
 
     max_connections: int = field(default=4096, metadata=integer(1, _MOST_COUNT))
     """Callers that may be connected at once with HTTP; beyond that who has been silent for longest goes."""

@@ -6,16 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weightd.gateway import arrays
-from weightd.gateway.codes import TooLarge
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Answer
-from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, OutputForm
+from weightd.gateway.rest.form import Form, OutputForm
 from weightd.gateway.rest.reply import to_json
-from weightd.protocol.schema import label
 from weightd.protocol.tensors import frame_of
-
-# Of a value in JSON, about, for each byte of it in memory.
-_JSON_PER_BYTE = 3
 
 # Puts the bytes of an output where the caller wants it.
 Placing = Callable[[OutputForm, memoryview], None]
@@ -44,8 +39,6 @@ def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[byte
         elif how.binary:
             content.append(frame_of(array))
             told["parameters"] = {"binary_data_size": array.nbytes}
-        elif array.nbytes * _JSON_PER_BYTE > MOST_JSON_BYTES:
-            raise TooLarge(f"output {label(name)}: {array.nbytes} bytes are too many for JSON: ask for binary data")
         else:
             told["data"] = arrays.to_values(name, array)
         outputs.append(told)

@@ -166,7 +166,7 @@ class Api:
         return as_json(model_view.statistics(await self._service.metrics(caller), name))
 
     async def _index(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
-        ready = (await self._asked(request)).get("ready", False)
+        ready = (await self._asked(request, caller)).get("ready", False)
         return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
 
     async def _metrics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
@@ -203,7 +203,7 @@ class Api:
         return as_json(_LOG_SETTINGS)
 
     async def _set(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
-        if await self._asked(request):
+        if await self._asked(request, caller):
             raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
         return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
 
@@ -213,7 +213,7 @@ class Api:
         return as_json(self._gateway.regions.status(caller, name))
 
     async def _register(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
-        asked = await self._asked(request)
+        asked = await self._asked(request, caller)
         place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
         self._gateway.regions.register(caller, name, *place)
         return as_json({})
@@ -231,10 +231,10 @@ class Api:
 
     # --- within ------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: web.BaseRequest) -> dict[str, Any]:
+    async def _asked(self, request: web.BaseRequest, caller: Caller) -> dict[str, Any]:
         """Return the map that a request has, which may be empty."""
         connection = cast(Connection, request.protocol)
-        with self._service.seats.one() as seat:
+        with self._service.seats.one(caller) as seat:
             connection.reads(request.content)
             content = await body.read(request, seat, _MOST_ASKED_BYTES, bytearray)
             connection.enter(Phase.ANSWER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import got, label
 
-# Of the JSON of a request, or of an answer: so much takes the loop a third of a second, in which nobody else is served.
-# Binary data has no such bound.
+# Of the JSON of a request, of which a value may have many digits. Binary data has no such bound.
 MOST_JSON_BYTES = 16 * 1024 * 1024
 
 # Of a header that is remembered with what it means: a client sends the same again and again.
@@ -86,7 +86,16 @@ def read(header: memoryview, model: str) -> Form:
         raise TooLarge(
             f"expected at most {MOST_JSON_BYTES} bytes of JSON, got {len(header)}: send tensors as binary data"
         )
-    return _read(bytes(header), model)
+    text = bytes(header)
+    # Each value but the first of a list or a map has a comma before it.
+    if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MOST_VALUES:
+        raise TooLarge(f"expected at most {arrays.MOST_VALUES} values in JSON: send tensors as binary data")
+    # A million lists would be looked through for circles again and again, which JSON cannot have.
+    gc.disable()
+    try:
+        return _read(text, model)
+    finally:
+        gc.enable()
 
 
 def _read(header: bytes, model: str) -> Form:

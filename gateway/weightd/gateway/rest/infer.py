@@ -45,7 +45,7 @@ class Inference:
             RequestError: that is what comes of it.
         """
         connection = cast(Connection, request.protocol)
-        with self._service.seats.one() as seat:
+        with self._service.seats.one(caller) as seat:
             length = _header_length(request)
             connection.reads(request.content)
             content = await body.read(
@@ -64,7 +64,7 @@ class Inference:
             )
             described, pieces = answer.encode(model, asked, answered, places)
         # Whoever does not read keeps no more than there may be of all.
-        kept = self._service.seats.keep(len(described) + sum(map(len, pieces)))
+        kept = self._service.seats.keep(caller, len(described) + sum(map(len, pieces)))
         if not pieces:
             return Reply([described], JSON, seat=kept)
         return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))}, seat=kept)

@@ -129,17 +129,15 @@ class Calls:
         self, name: str, parse: Parse, method: Method, *, most: int = MOST_ASKED_BYTES, is_open: bool = False
     ) -> Handler:
         """Return what answers one message, of so many bytes at most, with one; `is_open`: whoever asks."""
-        seats = self._probes if is_open else self.seats
 
         async def handle(messages: object, context: Context) -> bytes:
             begun, call = time.monotonic(), None
             try:
-                with seats.one() as seat:
-                    call = self.taken(context, seat, is_open=is_open)
-                    message = await self._received(context, seat, most, is_open=is_open)
+                with self.seated(context, is_open=is_open) as call:
+                    message = await self._received(context, call.seat, most, is_open=is_open)
                     answer = await method(call, parsed(message, parse))
                 if len(answer) >= LEAST_KEPT:
-                    _until_sent(context, seats.keep(len(answer)))
+                    _until_sent(context, self.seats.keep(None if is_open else call.caller, len(answer)))
             except WeightdError as error:
                 self.note(name, call, begun, told(error))
                 raise
@@ -155,14 +153,16 @@ class Calls:
             ResourceExhausted: there are as many who ask as there may be.
             RequestError: there is none, or it is not what it should be.
         """
-        with self._probes.one() as seat:
+        with self._probes.one(None) as seat:
             return parsed(await self._received(context, seat, MOST_ASKED_BYTES, is_open=True), parse)
 
-    def taken(self, context: Context, seat: Seat, *, is_open: bool = False) -> Call:
-        """Return the call, of somebody who may make one.
+    @contextmanager
+    def seated(self, context: Context, *, is_open: bool = False) -> Generator[Call, None, None]:
+        """Have a call of somebody who may make one, and has a seat within the block; `is_open`: of whoever asks.
 
         Raises:
             Unauthenticated: nobody knows that one.
+            ResourceExhausted: there is no seat.
         """
         token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
@@ -175,7 +175,8 @@ class Calls:
         name = _common_name(context) if self._certificates else None
         caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
         is_local = self._peers and context.peer().startswith(_LOCAL)
-        return Call(caller, seat, parent, context.time_remaining(), is_local)
+        with self._probes.one(None) if is_open else self.seats.one(caller) as seat:
+            yield Call(caller, seat, parent, context.time_remaining(), is_local)
 
     def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""

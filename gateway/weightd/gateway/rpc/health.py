@@ -55,7 +55,7 @@ class Health:
         """Return what gRPC wants for each method."""
 
         async def watch(messages: object, context: Context) -> None:
-            with self._streams.one():
+            with self._streams.one(None):
                 await self._watch((await calls.probed(context, _Request.FromString)).service, context)
 
         return {

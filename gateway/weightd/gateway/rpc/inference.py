@@ -36,14 +36,14 @@ class Inference:
         """Return what gRPC wants for each method."""
 
         async def stream(messages: object, context: Context) -> None:
-            with calls.seats.one() as seat:
-                call = calls.taken(context, seat)
-            with self._streams.one():
+            with calls.seated(context) as call:
+                caller = call.caller
+            with self._streams.one(caller):
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())
                     answer = await self._of_stream(calls, call, message)
-                    sent = calls.seats.keep(len(answer))
+                    sent = calls.seats.keep(caller, len(answer))
                     try:
                         await context.write(answer)
                     finally:
@@ -62,7 +62,7 @@ class Inference:
         """Return the answer to one request of a stream, which goes on if that is an error."""
         begun = time.monotonic()
         try:
-            with calls.seats.one() as seat:
+            with calls.seats.one(call.caller) as seat:
                 seat.take(len(message))
                 what = asked(message, call._replace(seat=seat), self._memory)
                 answer = response(what, await self._service.infer(call.caller, what.question), final=True)

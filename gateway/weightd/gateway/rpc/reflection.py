@@ -46,7 +46,7 @@ class Reflection:
         return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(self._info))}
 
     async def _info(self, messages: object, context: Context) -> None:
-        with self._streams.one():
+        with self._streams.one(None):
             while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                 await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
 

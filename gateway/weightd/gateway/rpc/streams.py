@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Generator
 from typing import TypeVar, cast
 
+from weightd.gateway.callers import Caller
+from weightd.gateway.shares import Shares
 from weightd.protocol.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -30,24 +32,23 @@ class Streams:
 
     def __init__(self, most: int = MOST_STREAMS) -> None:
         self._most = most
-        self._count = 0
+        self._shares = Shares(most)
         self._waiting: set[asyncio.Task[object]] = set()
         self._is_ending = False
 
     @contextlib.contextmanager
-    def one(self) -> Generator[None, None, None]:
-        """Have one within the block.
+    def one(self, caller: Caller | None) -> Generator[None, None, None]:
+        """Have one within the block; None: of whoever asks.
 
         Raises:
             ResourceExhausted: there are as many as there may be.
         """
-        if self._count >= self._most:
-            raise ResourceExhausted(f"{self._most} such streams are open at this gateway")
-        self._count += 1
+        if not self._shares.take(caller):
+            raise ResourceExhausted(f"the caller has its share of {self._most} such streams open at this gateway")
         try:
             yield
         finally:
-            self._count -= 1
+            self._shares.give(caller)
 
     async def wait(self, for_what: Callable[[], Awaitable[T]]) -> T:
         """Wait for what need not happen, and return what comes of it.
