@@ -17,6 +17,9 @@ def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> N
     assert sum(shares.take(ALICE) for _ in range(1000)) == 48
     assert sum(shares.take(BOB) for _ in range(1000)) == 12
     assert shares.taken == 252
+    for _ in range(192):
+        shares.give(EVE)
+    assert sum(shares.take(EVE) for _ in range(1000)) == 147
 
 
 def test_callers_of_one_tenant_are_one_and_those_of_none_are_told_apart() -> None:

@@ -67,6 +67,11 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, da
     assert whole == in_pieces
 
 
+def test_of_a_field_that_no_request_has_none_is_looked_at() -> None:
+    content = bytes([7 << 3 | 5, 1, 2, 3, 4]) + ModelInferRequest(raw_input_contents=[b"x"]).SerializeToString()
+    assert cut(content) == Cut(content)
+
+
 def test_of_many_fields_none_is_looked_at() -> None:
     content = ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString()
     assert cut(content) == Cut(content)

@@ -19,7 +19,7 @@ from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Memory, asked
 from weightd.gateway.seats import Seats
-from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
 CALLER = Caller(None, "test")
 CALL = Call(CALLER, Seats(1, 2**40).keep(CALLER, 0))
@@ -125,6 +125,16 @@ def test_a_request_says_what_else_it_wants() -> None:
     got = question(message, CALL._replace(traceparent="00-a-b-01"))
     assert (got.model, got.id, got.outputs) == ("digits", "42", ("b", "a"))
     assert (got.timeout, got.priority, got.traceparent) == (2.5, 3, "00-a-b-01")
+
+
+def test_a_call_whose_deadline_has_passed_asks_nothing() -> None:
+    with pytest.raises(DeadlineExceeded):
+        question(request(), CALL._replace(left=0.0))
+
+
+def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
+    with pytest.raises(InvalidArgument, match="on the host of the gateway"):
+        question(request(inputs=[tensor(parameters={"shared_memory_region": {"string_param": "r"}})]), CALL)
 
 
 @pytest.mark.parametrize(
