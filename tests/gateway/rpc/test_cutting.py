@@ -68,7 +68,8 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes, da
 
 
 def test_of_a_field_that_no_request_has_none_is_looked_at() -> None:
-    content = bytes([7 << 3 | 5, 1, 2, 3, 4]) + ModelInferRequest(raw_input_contents=[b"x"]).SerializeToString()
+    looks_like_contents = bytes([0, 7 << 3 | 2, 1, 65])
+    content = bytes([7 << 3 | 5]) + looks_like_contents
     assert cut(content) == Cut(content)
 
 
