@@ -1,0 +1,141 @@
+"""The manifest for Kubernetes is one, by Kubernetes' own schemas, and its containers do what it says of them.
+
+There is no Kubernetes here: their commands and probes run on this host, with their files at other places.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import models
+from testkit.ports import free_ports
+from testkit.waiting import until
+
+# They are in the environment of these tests alone.
+kubernetes_validate: Any = import_module("kubernetes_validate")
+yaml: Any = import_module("yaml")
+
+MANIFEST = Path(__file__).parents[2] / "contrib" / "kubernetes.yaml"
+DOCUMENTS: list[Any] = list(yaml.safe_load_all(MANIFEST.read_text()))
+OF_KIND: Mapping[str, Any] = {each["kind"]: each for each in DOCUMENTS}
+FILES: Mapping[str, str] = OF_KIND["ConfigMap"]["data"]
+POD: Mapping[str, Any] = OF_KIND["Deployment"]["spec"]["template"]["spec"]
+DAEMON, GATEWAY = POD["containers"]
+
+# The oldest that is still maintained, and the newest that the schemas are of.
+VERSIONS = ["1.34", "1.37"]
+
+PROGRAMS = {"weightd": "weightd.daemon", "weightctl": "weightd.ctl"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_document_is_as_kubernetes_has_it(version: str) -> None:
+    assert len(DOCUMENTS) == len(OF_KIND) == 4
+    for each in DOCUMENTS:
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_a_wrong_word_is_noticed() -> None:
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**OF_KIND["Deployment"], "spek": {}}, VERSIONS[0], strict=True)
+
+
+def test_parts_that_name_each_other_do() -> None:
+    labels = OF_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert OF_KIND["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+    assert OF_KIND["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    assert OF_KIND["Service"]["spec"]["selector"] == labels
+    ports = {each["name"]: each["containerPort"] for container in POD["containers"] for each in container["ports"]}
+    assert {each["targetPort"] for each in OF_KIND["Service"]["spec"]["ports"]} == {"http", "grpc"}
+    for name, file in (("http", "gateway.toml"), ("grpc", "gateway.toml"), ("metrics", "weightd.toml")):
+        assert f"0.0.0.0:{ports[name]}" in FILES[file]
+    volumes = {each["name"] for each in POD["volumes"]}
+    assert {each["name"] for container in POD["containers"] for each in container["volumeMounts"]} == volumes
+
+
+def test_who_ends_has_time_for_what_is_under_way() -> None:
+    pauses = [each["lifecycle"]["preStop"]["sleep"]["seconds"] for each in POD["containers"]]
+    drains = [float(found) for text in FILES.values() for found in re.findall(r"drain_timeout = (\d+)", text)]
+    assert len(drains) == 2
+    assert max(pauses) + max(drains) < POD["terminationGracePeriodSeconds"]
+
+
+class Pod:
+    """The containers of the manifest, as processes here; `root` is their file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.ports = dict(zip(("http", "grpc", "metrics"), free_ports(3), strict=True))
+        for name, text in FILES.items():
+            self._write(f"etc/weightd/{name}", self._moved(text))
+        (root / "run/weightd").mkdir(parents=True)
+        (root / "var/cache/weightd").mkdir(parents=True)
+
+    def _write(self, name: str, text: str) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def _moved(self, text: str) -> str:
+        for port, name in ((8000, "http"), (8001, "grpc"), (9464, "metrics")):
+            text = text.replace(f"0.0.0.0:{port}", f"127.0.0.1:{self.ports[name]}")
+        return re.sub(r'(?<=")/(?=(run|var|srv|etc)/)|(?<!.)/(?=(run|etc)/)', f"{self._root}/", text)
+
+    def command(self, words: list[str]) -> list[str]:
+        program, *arguments = words
+        return [sys.executable, "-m", PROGRAMS[program], *map(self._moved, arguments)]
+
+    @contextmanager
+    def container(self, one: Mapping[str, Any]) -> Iterator[None]:
+        process = subprocess.Popen(self.command(one["args"]), stdin=subprocess.DEVNULL)
+        try:
+            yield
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+    def probe(self, one: Mapping[str, Any]) -> bool:
+        if "exec" in one:
+            return (
+                subprocess.run(self.command(one["exec"]["command"]), capture_output=True, check=False).returncode == 0
+            )
+        place = f"http://127.0.0.1:{self.ports[one['httpGet']['port']]}{one['httpGet']['path']}"
+        try:
+            # As the kubelet asks: for the address of the pod, which the gateway has never heard of.
+            with urllib.request.urlopen(urllib.request.Request(place, headers={"Host": "10.0.0.7:8000"}), timeout=5):
+                return True
+        except urllib.error.URLError:
+            return False
+
+
+def test_the_containers_of_a_pod_serve_and_their_probes_tell_the_truth(tmp_path: Path) -> None:
+    pod = Pod(tmp_path)
+    (tmp_path / "srv/models").mkdir(parents=True)
+    models.tiny(tmp_path / "srv/models/digits.onnx")
+    secret = tmp_path / "etc/weightd/secret"
+    secret.mkdir()
+    (secret / "tokens").write_text(f"{'0' * 64} - nobody\n")
+    with ExitStack() as gateway:
+        with pod.container(DAEMON):
+            until(lambda: pod.probe(DAEMON["startupProbe"]), "the models serve")
+            assert pod.probe(DAEMON["livenessProbe"])
+            gateway.enter_context(pod.container(GATEWAY))
+            until(lambda: pod.probe(GATEWAY["readinessProbe"]), "the gateway is ready")
+            assert pod.probe(GATEWAY["livenessProbe"])
+        assert not pod.probe(DAEMON["livenessProbe"])
+        assert not pod.probe(GATEWAY["readinessProbe"])
+        assert pod.probe(GATEWAY["livenessProbe"])
