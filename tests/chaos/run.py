@@ -141,13 +141,13 @@ class Run:
         """What any daemon has held once is no growth."""
         crew = [self._member(number, "warm-up") for number in range(CLIENTS)]
         deadline = time.monotonic() + WARM_UP_S
+        while time.monotonic() < deadline and all(member.running for member in crew):
+            time.sleep(_LOOK_SOON_S)
+        self._problems += self._fleet.end()
         for address in (self._service.unix_address, self._service.zmq_address):
             for name, model in self._models.items():
                 orders = Orders(address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE)
                 self._problems += self._fleet.launch("warm-up", orders).wait()
-        while time.monotonic() < deadline and all(member.running for member in crew):
-            time.sleep(_LOOK_SOON_S)
-        self._problems += self._fleet.end()
 
     def _storm(self) -> None:
         targets = [Target(model.name, model.dense, cut=bool(model.table)) for model in self._models.values()]

@@ -28,7 +28,7 @@ from .fleet import Fleet, Member
 from .service import workspace
 
 SEED = 20_261_124
-SECONDS = 10.0
+SECONDS = 6.0
 IN_FLIGHT = 24
 WORKERS = 3
 
