@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Dict, Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, left_out, many, mapping, number, record, text
+from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

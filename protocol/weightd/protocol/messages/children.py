@@ -6,7 +6,7 @@ that crashes may send anything before it dies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Dict, Optional, Tuple, Type, Union
 
 from weightd.protocol import limits
@@ -16,6 +16,7 @@ from weightd.protocol.messages.findings import BYTES, CASE, CASES, DIGEST, ROWS,
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
 from weightd.protocol.schema import boolean, described, integer, left_out, many, mapping, one_of, record, text
+from weightd.protocol.values import dataclass
 
 PROTOCOL = 2
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""

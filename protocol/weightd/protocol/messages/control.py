@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.schema import boolean, integer, many, record, text
+from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Callable, Generic, Optional, Tuple, TypeVar
 
 from weightd.protocol import limits
@@ -10,6 +10,7 @@ from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.regions import POSITIONS, Regions
 from weightd.protocol.schema import boolean, described, integer, many, nullable, one_of, record, text
+from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 

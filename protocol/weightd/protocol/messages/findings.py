@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.schema import boolean, integer, many, mapping, text
+from weightd.protocol.values import dataclass
 
 Case = Dict[str, Tuple[int, ...]]
 """An input of the canary: the shape of each of the model's inputs, by its name."""

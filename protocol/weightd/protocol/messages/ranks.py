@@ -6,13 +6,14 @@ several models, its members.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import CASE, CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
 from weightd.protocol.schema import integer, many, record
+from weightd.protocol.values import dataclass
 
 _SIGNATURES = many(record(TensorSignature), limits.MAX_TENSORS)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, many, record, text
+from weightd.protocol.values import dataclass
 
 _TENSOR = integer(0, limits.MAX_TENSORS - 1)
 _BYTES = integer(0, limits.MAX_COUNT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.children import ORIGINS
 from weightd.protocol.schema import integer, left_out, many, number, one_of, record, text
+from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
