@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from weightd.gateway import arrays
-from weightd.gateway.rpc import calls, cutting, errors, front, requests, streams
+from weightd.gateway.rpc import calls, cutting, errors, front, reflection, requests, streams
 from weightd.gateway.rpc.messages import INFERENCE
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
@@ -28,6 +28,7 @@ def test_each_bound_is_there() -> None:
         f"more often than every {front.LEAST_PING_S} s is hung up, and so is who answers no ping for {pings} s",
         f"{calls.MOST_PROBES} calls, whose message has to come within a second",
         f"{streams.MOST_WATCHING} that watch, and {streams.MOST_REFLECTING} that reflect",
+        f"with a question every {reflection.PATIENCE_S:.0f} s",
         f"has no tensors is {calls.MOST_ASKED_BYTES // 1024} KiB at most",
         f"raw content has {requests.MOST_HEADER_BYTES >> 20} MiB, and {arrays.MOST_VALUES:,} values, at most",
         f"{requests.MOST_ODD_BYTES >> 20} MiB in a message of more than {cutting.MOST_FIELDS} fields",

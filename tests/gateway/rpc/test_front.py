@@ -24,7 +24,7 @@ from testkit.waiting import until
 from weightd.gateway.callers import Caller, Identities, digest
 from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
-from weightd.gateway.rpc import calls, front
+from weightd.gateway.rpc import calls, front, reflection
 from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
@@ -320,6 +320,13 @@ def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.Monk
         infer(SMALL, timeout=LIMIT_S)
 
 
+def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reflection, "PATIENCE_S", 0.2)
+    with served() as server, connected(server.target) as channel, Silent(channel) as silent:
+        call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not come within 0.2 seconds"
+
+
 def test_a_message_without_tensors_is_short(server: Served) -> None:
     with connected(server.target) as channel:
         ask = channel.unary_unary(METHOD("TraceSetting"))
@@ -403,6 +410,7 @@ def test_each_caller_is_who_its_token_says() -> None:
         with pytest.raises(InferenceServerException, match="token"):
             client.get_server_metadata(headers=BEARER)
         assert client.is_server_live(), "a probe has no token"
+        assert client.is_server_live(headers={"authorization": "Basic no"}), "or one that nobody reads"
 
 
 def _asks(*numbers: str) -> list[bytes]:

@@ -166,7 +166,7 @@ class Calls:
         """
         token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
-            if key == "authorization":
+            if key == "authorization" and not is_open:
                 if token is not None:
                     raise Unauthenticated("expected one authorization")
                 token = bearer(str(value))
@@ -204,7 +204,7 @@ class Calls:
             ResourceExhausted: there is no room for it.
         """
         slow = partial(_is_late, PROMPT_S) if is_open else partial(seat.take, self.most_bytes)
-        with _after(PROMPT_S, slow), _after(self._patience, partial(_is_late, self._patience, " (receive_timeout)")):
+        with _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
@@ -250,6 +250,17 @@ async def _refuse(context: Context, error: WeightdError) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
     code, text, metadata = ending(told(error))
     await context.abort(_CODES[code], text, (*context.trailing_metadata(), *metadata))
+
+
+@contextmanager
+def within(seconds: float, why: str = "") -> Generator[None, None, None]:
+    """Have a message come in so many seconds, in the block.
+
+    Raises:
+        DeadlineExceeded: it does not; `why` says who has set the bound.
+    """
+    with _after(seconds, partial(_is_late, seconds, why)):
+        yield
 
 
 @contextmanager

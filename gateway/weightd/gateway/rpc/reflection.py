@@ -11,9 +11,12 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import Context, Handler, guarded, parsed
+from weightd.gateway.rpc.calls import Context, Handler, guarded, parsed, within
 from weightd.gateway.rpc.descriptors import Messages
 from weightd.gateway.rpc.streams import Streams
+
+# Between two questions of a tool. Who asks no more leaves his place to others, who have no more of a right to it.
+PATIENCE_S = 10.0
 
 NAME = "grpc.reflection.v1.ServerReflection"
 OLD_NAME = "grpc.reflection.v1alpha.ServerReflection"
@@ -47,8 +50,12 @@ class Reflection:
 
     async def _info(self, messages: object, context: Context) -> None:
         with self._streams.one(None):
-            while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
+            while (message := await self._asked(context)) is not grpc.aio.EOF:
                 await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
+
+    async def _asked(self, context: Context) -> Any:
+        with within(PATIENCE_S):
+            return await self._streams.wait(context.read)
 
     def answer(self, request: Any) -> Any:
         """Return the answer to one `ServerReflectionRequest`."""
