@@ -115,7 +115,7 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
 def test_a_socket_that_is_full_keeps_nobody(
     manager: Manager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("weightd.daemon.continuity.service._PATIENCE_S", 0.05)
+    monkeypatch.setattr("weightd.daemon.continuity.service.PATIENCE_S", 0.05)
     sent = 1000
     for number in range(sent):
         manager.notify(f"STATUS={number} {'x' * 1000}")

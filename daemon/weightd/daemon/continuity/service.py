@@ -1,8 +1,4 @@
-"""What a service manager gives and wants to know: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3).
-
-The protocol is an environment variable and a datagram each, so it is written here; systemd is its first speaker, but
-other managers (podman, s6) speak parts of it.
-"""
+"""What a service manager gives and wants to know: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3)."""
 
 from __future__ import annotations
 
@@ -11,15 +7,12 @@ import logging
 import os
 import socket
 import stat
-import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+
+from weightd.shared import servicemanager
+from weightd.shared.servicemanager import PATIENCE_S
 
 _log = logging.getLogger("weightd")
-
-_PATIENCE_S = 2.0
-
-# sd_listen_fds(3): the first descriptor that is passed.
-_FIRST_DESCRIPTOR = 3
 
 CLIENTS = "clients"
 """FileDescriptorName= of the sockets on which clients connect."""
@@ -43,10 +36,10 @@ class Manager:
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self._address = environment.pop("NOTIFY_SOCKET", "")
         self.watchdog = _watchdog(environment)
-        self.inherited = _inherited(environment)
+        self.inherited = _by_name(servicemanager.inherited(environment))
         # What could not be told yet.
         self._unsent: dict[str, str] = {}
-        for name in ("WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+        for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
 
     @property
@@ -71,21 +64,20 @@ class Manager:
 
     def reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
-        # Type=notify-reload of systemd 253 tells by the time which READY=1 belongs to it.
-        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        self.notify(*servicemanager.reloading())
 
     def keep(self, name: str, descriptor: int) -> None:
         """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
         self.drop(name)
         with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], _PATIENCE_S)
+            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], PATIENCE_S)
             return
         _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
 
     def drop(self, name: str) -> None:
         """Have it close what it holds under this name."""
         with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], _PATIENCE_S)
+            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], PATIENCE_S)
 
     def _send(self, message: str, descriptors: list[int], patience: float) -> None:
         """Send a message.
@@ -95,15 +87,10 @@ class Manager:
         """
         if not self._address:
             return
-        # "@" begins the name of an abstract socket.
-        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-                sender.settimeout(patience)
-                sender.connect(address)
-                socket.send_fds(sender, [message.encode()], descriptors)
-        except (BlockingIOError, TimeoutError) as error:
-            raise BlockingIOError(str(error)) from None
+            servicemanager.send(self._address, message, descriptors, patience)
+        except BlockingIOError:
+            raise
         except OSError as error:
             _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
 
@@ -115,17 +102,10 @@ def _watchdog(environment: Mapping[str, str]) -> float | None:
     return int(microseconds) / 1e6 or None
 
 
-def _inherited(environment: Mapping[str, str]) -> Mapping[str, list[int]]:
-    count = environment.get("LISTEN_FDS", "")
-    if environment.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
-        return {}
-    names = environment.get("LISTEN_FDNAMES", "").split(":")
+def _by_name(descriptors: Sequence[tuple[int, str]]) -> Mapping[str, list[int]]:
     inherited: dict[str, list[int]] = {}
-    for index in range(int(count)):
-        descriptor = _FIRST_DESCRIPTOR + index
-        os.set_inheritable(descriptor, False)
+    for descriptor, name in descriptors:
         # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
-        name = names[index] if index < len(names) else ""
         is_own = name in (KEEPER, CONFIG) and not _listens(descriptor)
         inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
