@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import List
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from testkit.examples import examples
 
 # A busy machine is no failure: pytest's own timeout bounds a test.
-settings.register_profile("weightd", deadline=None, max_examples=examples(100))
+settings.register_profile(
+    "weightd", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("weightd")
 
 
