@@ -39,7 +39,9 @@ class Reply(NamedTuple):
         return self.headers.get("content-type", "").startswith("application/json")
 
 
-def ask(port: int, path: str, body: bytes | None = None, *, method: str = "", timeout: float = 60.0, **headers: str) -> Reply:
+def ask(
+    port: int, path: str, body: bytes | None = None, *, method: str = "", timeout: float = 60.0, **headers: str
+) -> Reply:
     """Ask once, by a connection of its own."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:

@@ -135,7 +135,7 @@ def read(args: Mapping[str, Any]) -> Arguments:
             given[name] = _typed(known[name], value)
     with problems.at(""):
         arguments = tables.read(Arguments, {key: given[key] for key in given if key in own}, problems)
-        if not problems.errors:
+        if not problems.wrong():
             arguments = _complete(arguments, {key: given[key] for key in given if key not in own}, problems)
     if problems.errors:
         raise ArgumentError("\n".join(map(str, problems.errors)))
@@ -157,7 +157,7 @@ def _typed(kind: Kind, value: Any) -> Any:
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
     problems.note(_together(arguments, table))
     problems.note(_of_digests(arguments), "model")
-    if problems.errors:
+    if problems.wrong():
         return arguments
     path = "" if arguments.published or not arguments.model else str(Path(arguments.model).absolute())
     arguments = dataclasses.replace(

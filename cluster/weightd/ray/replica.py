@@ -119,17 +119,24 @@ class Replica:
         Raises:
             FailedPrecondition: it never will be ready, or has another one.
         """
-        while True:
-            try:
-                # It is answered when the model is loaded.
-                await self._service.metadata(self._caller, self._arguments.name)
-                break
-            except (Unavailable, DeadlineExceeded):
-                if self._daemon.failure:
-                    raise FailedPrecondition(self._daemon.failure) from None
-                await asyncio.sleep(_PAUSE_S)
+        while not await self._is_ready():
+            if self._daemon.failure:
+                raise FailedPrecondition(self._daemon.failure)
+            await asyncio.sleep(_PAUSE_S)
         await self._check_digest()
         self._is_known.set()
+
+    async def _is_ready(self) -> bool:
+        """Say whether the model is ready; wait as long as the daemon does for what it takes and gives.
+
+        Raises:
+            FailedPrecondition: it never will be.
+        """
+        try:
+            await self._service.metadata(self._caller, self._arguments.name)
+            return (await self._service.ready(self._caller, self._arguments.name)).ready
+        except (Unavailable, DeadlineExceeded):
+            return False  # it does not listen yet, or has ended
 
     async def _check_digest(self) -> None:
         expected = self._arguments.sha256

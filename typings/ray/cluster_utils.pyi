@@ -1,0 +1,14 @@
+from typing import Any, Mapping
+
+class Cluster:
+    address: str
+    def __init__(
+        self,
+        initialize_head: bool = ...,
+        *,
+        head_node_args: Mapping[str, Any] | None = ...,
+        shutdown_at_exit: bool = ...,
+    ) -> None: ...
+    def add_node(self, wait: bool = ..., **node_args: Any) -> Any: ...
+    def remove_node(self, node: Any, allow_graceful: bool = ...) -> None: ...
+    def shutdown(self) -> None: ...
