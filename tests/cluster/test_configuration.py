@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit.examples import examples
-from weightd.daemon.config.load import load_text, tomllib
+from weightd.daemon.config.load import load_text
 from weightd.protocol.errors import InvalidArgument
 from weightd.ray import configuration
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _SIMPLE = st.one_of(st.text(), st.integers(-(2**40), 2**40), st.booleans(), st.floats(-1e9, 1e9))
 _VALUES = st.one_of(_SIMPLE, st.lists(_SIMPLE, max_size=3), st.dictionaries(st.text(min_size=1), _SIMPLE, max_size=2))

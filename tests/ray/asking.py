@@ -163,7 +163,7 @@ class Crowd:
             allowed = {*self.allowed}
             try:
                 reply = ask(self._port, self._path, self._questions.bodies[index])
-            except Exception as error:  # whatever it is, it is in the books
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is in the books
                 self.books.enter("exception", f"{type(error).__name__}: {error}")
                 continue
             self._enter(index, reply, allowed | {*self.allowed})

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Before Ray is imported. Nothing is told to anybody, and nothing is written but below the tests' own directory; all of
-# it is on the loopback interface.
-os.environ.update(
-    RAY_USAGE_STATS_ENABLED="0",
-    RAY_AUTH_MODE="disabled",
-    RAY_DISABLE_IMPORT_WARNING="1",
-    RAY_enable_metrics_collection="0",
-    RAY_SERVE_LOG_TO_STDERR="0",
-)
+from testkit import models
+from testkit.plain import PlainProcess
+from testkit.raynodes import Nodes, nodes
 
-from testkit import models  # noqa: E402
-from testkit.plain import PlainProcess  # noqa: E402
-
-from .asking import Questions  # noqa: E402
-from .nodes import Nodes, nodes  # noqa: E402
+from .asking import Questions
 
 
 @pytest.fixture(scope="session")

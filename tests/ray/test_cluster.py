@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from testkit.raynodes import Nodes, nodes
 from testkit.waiting import until
 
 from .asking import Crowd, Questions
-from .nodes import Nodes, nodes
 
 pytestmark = pytest.mark.timeout(600)
 

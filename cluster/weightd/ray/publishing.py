@@ -28,6 +28,8 @@ _PIECE_S = 120.0
 
 Piece = Any
 
+Content = tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Piece]]]]
+
 
 class Shelf:
     """Has the pieces of one model, and is their owner: they live as long as this."""
@@ -50,7 +52,7 @@ class Shelf:
         """That is all of it."""
         self._is_whole = True
 
-    def content(self) -> tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Piece]]]] | None:
+    def content(self) -> Content | None:
         """Return the files, and the pieces of each; None as long as that is not all."""
         return (self._files, self._pieces) if self._is_whole else None
 
@@ -130,9 +132,9 @@ def _put(shelf: Any, model: Model, file: ModelFile) -> None:
             ray.get(shelf.add.remote(np.frombuffer(piece, np.uint8)))
 
 
-def _content(sha256: str) -> tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Piece]]]]:
+def _content(sha256: str) -> Content:
     try:
-        content = ray.get(_shelf(sha256).content.remote(), timeout=_PIECE_S)
+        content: Content | None = ray.get(_shelf(sha256).content.remote(), timeout=_PIECE_S)
     except RayError as error:
         raise _lost(sha256, error) from None
     if content is None:

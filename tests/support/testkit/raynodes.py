@@ -1,8 +1,9 @@
-"""A Ray cluster of several nodes on this machine, which nothing outlives."""
+"""A Ray cluster of several nodes on this machine, which nothing outlives. It needs the environment that has Ray."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -11,6 +12,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+# Before Ray is imported: nothing is told to anybody, and all of it is on the loopback interface.
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    RAY_AUTH_MODE="disabled",
+    RAY_DISABLE_IMPORT_WARNING="1",
+    RAY_enable_metrics_collection="0",
+    RAY_SERVE_LOG_TO_STDERR="0",
+)
 
 import ray
 from ray import serve
@@ -54,6 +64,7 @@ class Nodes:
         self.directory = directory
         self.base = directory / "w"
         self.http = _free_port()
+        self._applications: dict[str, Mapping[str, Any]] = {}
         # Its own files, and where it writes which cluster this machine has.
         (directory / "ray").mkdir()
         os.environ["RAY_TMPDIR"] = str(directory)
@@ -89,12 +100,24 @@ class Nodes:
         return killed
 
     def deploy(self, *applications: Mapping[str, Any]) -> None:
-        """Have these applications, and no others, as by `serve run` with a YAML; return when that is asked for."""
+        """Have these applications beside the others, as by a YAML of Serve's; return when that is asked for."""
+        self._applications.update({each["name"]: each for each in applications})
+        self._apply()
+
+    def delete(self, name: str) -> None:
+        """Have an application no more."""
+        del self._applications[name]
+        self._apply()
+        until(lambda: name not in serve.status().applications, f"{name} is gone", 60)
+
+    def _apply(self) -> None:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
         client = _get_global_client()
-        client.deploy_apps(ServeDeploySchema.model_validate({"applications": list(applications)}), _blocking=False)
+        client.deploy_apps(
+            ServeDeploySchema.model_validate({"applications": [*self._applications.values()]}), _blocking=False
+        )
 
     def application(
         self, name: str, arguments: Mapping[str, Any], prefix: str = "", **deployment: Any
@@ -104,7 +127,7 @@ class Nodes:
             "name": name,
             "import_path": "weightd.ray:app",
             "route_prefix": prefix or f"/{name}",
-            "args": {"directory": str(self.base), **arguments},
+            "args": arguments if "address" in arguments else {"directory": str(self.base), **arguments},
             "deployments": [{"name": "weightd", **deployment}],
         }
 
@@ -113,7 +136,10 @@ class Nodes:
         self.deploy(*applications)
         for each in applications:
             count = each["deployments"][0].get("num_replicas", 1)
-            until(lambda name=each["name"], n=count: self.running(name) == n, f"{each['name']} runs", limit)
+            until(functools.partial(self._has, each["name"], count), f"{each['name']} runs", limit)
+
+    def _has(self, name: str, count: int) -> bool:
+        return self.running(name) == count
 
     def running(self, name: str) -> int:
         """Return how many replicas of an application serve, if it is as it was asked for; -1 as long as it is not."""
@@ -128,6 +154,15 @@ class Nodes:
     def pids(self, what: str) -> list[int]:
         """Return the processes whose command line has this in it, and the directory of this cluster's replicas."""
         return [pid for pid, command in _commands() if what in command and str(self.base) in command]
+
+    def replicas(self, application: str) -> list[int]:
+        """Return the processes that Ray calls replicas of an application."""
+        return [pid for pid, command in _commands() if command.startswith(f"ray::ServeReplica:{application}:")]
+
+    def guards(self, application: str) -> list[int]:
+        """Return the guards that the replicas of an application hold on a leash."""
+        held = {name for pid in self.replicas(application) for name in _descriptors(pid)}
+        return [pid for pid in self.pids("weightd.ray.guard") if _descriptors(pid, "0") & held]
 
     def left(self) -> Sequence[str]:
         """Return what is left of replicas: processes, and files that are not to stay."""
@@ -175,6 +210,15 @@ def _commands() -> list[tuple[int, str]]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
                 if command:
                     found.append((int(entry.name), command))
+    return found
+
+
+def _descriptors(pid: int, which: str = "*") -> set[str]:
+    """Return what descriptors of a process lead to, of pipes and files."""
+    found: set[str] = set()
+    for each in Path(f"/proc/{pid}/fd").glob(which):
+        with contextlib.suppress(OSError):
+            found.add(str(each.readlink()))
     return found
 
 
