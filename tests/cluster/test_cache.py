@@ -81,7 +81,7 @@ def test_what_is_not_what_it_says_is_refused_and_leaves_nothing(tmp_path: Path) 
     assert [each.name for each in (tmp_path / "models").iterdir()] == ["lock"]
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../m", "a/../../m", ""])
+@pytest.mark.parametrize("name", ["/etc/passwd", "../m", "a/../../m", "", "a\udcff", "a\n"])
 def test_a_name_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(FailedPrecondition, match="expected names of files inside"):
         Cache(tmp_path).take("0" * 64, Source((name, b"m")))

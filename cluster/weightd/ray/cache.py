@@ -165,7 +165,8 @@ def _check(files: Sequence[File]) -> None:
         raise FailedPrecondition(f"expected 1 to {MOST_FILES} files of a published model, got {len(files)}")
     for each in files:
         path = PurePosixPath(each.name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or len(each.name) > limits.MAX_PATH_BYTES:
+        is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
+        if not (is_inside and each.name.isprintable() and len(each.name) <= limits.MAX_PATH_BYTES):
             raise FailedPrecondition(f"expected names of files inside the model's directory, got {each.name!r}")
 
 

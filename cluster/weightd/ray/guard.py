@@ -42,8 +42,9 @@ _LONG_LIFE_S = 60.0
 # An order is a few hundred bytes: the table of a model.
 _MOST_ORDER_BYTES = 256 * 1024
 
-# Exit statuses after which another start would end the same (weightd.daemon.exits): wrong usage, or configuration.
-_FOR_GOOD = frozenset({64, 78})
+# Exit statuses after which another start would end the same (weightd.daemon.exits): wrong usage or configuration, and,
+# in a directory that nobody else has, what cannot be created there.
+_FOR_GOOD = frozenset({64, 73, 78})
 
 
 def command(base: Path) -> list[str]:

@@ -158,7 +158,7 @@ class Replica:
 
     async def infer(
         self,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         *,
         outputs: Sequence[str] | None = None,
         timeout: float | None = None,
@@ -167,7 +167,8 @@ class Replica:
         """Return what the model answers: outputs by name.
 
         Args:
-            inputs: arrays by name; references to arrays in the object store are looked up here.
+            inputs: arrays by name; references to arrays in the object store are looked up here. Or what is the only
+                input of the model.
             outputs: those that are wanted; None: all.
             timeout: seconds to wait; None: `request_timeout`.
             priority: 1 goes first; None: the model's default.
@@ -176,10 +177,11 @@ class Replica:
             RequestError: as `weightd.client.Client.infer`.
         """
         self._check_known()
-        found = {name: await value if isinstance(value, Awaitable) else value for name, value in inputs.items()}
-        return await self._service.infer(
-            self._caller, Question(self._arguments.name, cast("Any", found), outputs, timeout, priority)
-        )
+        if isinstance(inputs, Mapping):
+            named = cast("Mapping[str, Any]", inputs)
+            inputs = {name: await each if isinstance(each, Awaitable) else each for name, each in named.items()}
+        question = Question(self._arguments.name, cast("Any", inputs), outputs, timeout, priority)
+        return await self._service.infer(self._caller, question)
 
     async def metadata(self) -> Mapping[str, Any]:
         """Return what the model takes and gives, as the Open Inference Protocol has it.
@@ -190,15 +192,15 @@ class Replica:
         return model_view.model_metadata(await self._service.metadata(self._caller, self._arguments.name))
 
     async def check_health(self) -> None:
-        """Return if requests are answered, or will be soon without anybody's help.
+        """Return if requests are answered.
 
         Raises:
             WeightdError: they are not, and the text says why: Serve has another replica take the place of this one.
         """
         if self._wrong or self._daemon.failure:
             raise FailedPrecondition(self._wrong or self._daemon.failure)
-        if not self._is_known.is_set():
-            return  # it loads; the daemon says so if that fails
+        # A daemon that is started again is waited for as long as Serve is patient: meanwhile it asks other replicas.
+        self._check_known()
         ready = await self._service.ready(self._caller, self._arguments.name)
         if not ready.ready:
             raise Unavailable(ready.reason)
