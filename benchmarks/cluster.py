@@ -2,8 +2,10 @@
 
 It runs in the environment that has Ray (`make bench-cluster`), with nodes that are processes of this machine.
 
-*Throughput*: one node, the tiny model with one worker, and beside it a deployment that reads nothing and answers with a
-few bytes. Eight connections that are kept alive ask each in turn, in short rounds: what is compared is what a replica
+*Throughput*: one node, the tiny model with one worker, and beside it two deployments that do nothing but answer with a
+few bytes. `empty` takes its request first, as every deployment does that is asked something: Serve's proxy has the body,
+and a replica gets it by another call of an actor. `silent` answers without a look at it, for which Serve makes no such
+call at all. Eight connections that are kept alive ask each in turn, in short rounds: what is compared is what a replica
 adds to Serve's own way from proxy to replica and back.
 
 *Memory*: three nodes with a replica of four workers each, and then twelve replicas of a deployment that has the engine
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import material
@@ -51,29 +54,34 @@ class ClusterFigures(Result):
     """Of requests, medians over the rounds; of memory, MB of 1,000,000 bytes.
 
     Attributes:
-        throughput_ratio: requests/s of the tiny model, by those of a deployment that only answers.
-        throughput_spread: its quartiles.
-        requests_s: of both.
+        throughput_ratio: requests/s of the tiny model, by those of a deployment that takes its request and answers.
+        throughput_to_silent: by those of one that does not even take it.
+        spreads: quartiles of both.
+        requests_s: of all three.
         memory_ratio: what all replicas take, by what as many plain ones take as there are workers.
         pss_mb: of both.
     """
 
     benchmark = "cluster"
     throughput_ratio: float
-    throughput_spread: tuple[float, float]
+    throughput_to_silent: float
+    spreads: Mapping[str, tuple[float, float]]
     requests_s: Mapping[str, float]
     memory_ratio: float
     pss_mb: Mapping[str, float]
 
     def targets(self) -> Sequence[Target]:
         """Return the bounds of the ratios."""
-        return [Target("throughput_ratio", 0.8, at_least=True), Target("memory_ratio", 0.4)]
+        return [
+            Target("throughput_ratio", 0.8, at_least=True),
+            Target("memory_ratio", 0.4),
+        ]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         return [
             *((f"{name}, {CLIENTS} at once", f"{each:8,.0f} requests/s") for name, each in self.requests_s.items()),
-            ("throughput", spread(self.throughput_spread)),
+            *((f"to {name}", spread(each)) for name, each in self.spreads.items()),
             *((name, f"{each:8,.0f} MB") for name, each in self.pss_mb.items()),
         ]
 
@@ -90,13 +98,14 @@ def run(setup: Setup) -> ClusterFigures:
         rates = _throughput(one, setup)
     with nodes(NODES) as several:
         pss = _memory(several, setup.workers)
-    throughput = ratio(rates["weightd"], rates["empty"])
+    ratios = {name: ratio(rates["weightd"], rates[name]) for name in ("empty", "silent")}
     return ClusterFigures(
         engine=setup.engine,
         workers=setup.workers,
         n=len(rates["empty"]),
-        throughput_ratio=throughput.median,
-        throughput_spread=throughput.spread,
+        throughput_ratio=ratios["empty"].median,
+        throughput_to_silent=ratios["silent"].median,
+        spreads={name: each.spread for name, each in ratios.items()},
         requests_s={name: statistics.median(each) for name, each in rates.items()},
         memory_ratio=pss["weightd"] / pss["plain"],
         pss_mb={name: each / MB for name, each in pss.items()},
@@ -115,9 +124,10 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
         reference = Reference(bare, inputs)
         answers = {id(each): bare.infer(each) for each in inputs}
     one.run(one.application("m", {"model": str(path), "name": TINY}, prefix="/m"))
-    serve.run(_deployment(_Empty).bind(), name="empty", route_prefix="/empty")
+    for name, cls in (("empty", _Empty), ("silent", _Silent)):
+        serve.run(_deployment(cls).bind(), name=name, route_prefix=f"/{name}")
     rounds, seconds = (QUICK_ROUNDS, QUICK_S) if setup.quick else (ROUNDS, ROUND_S)
-    rates: dict[str, list[float]] = {"weightd": [], "empty": []}
+    rates: dict[str, list[float]] = {"weightd": [], "empty": [], "silent": []}
 
     @contextlib.contextmanager
     def ours() -> Iterator[Ask]:
@@ -125,9 +135,9 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
             yield RawBinary(RawHttp(connection), TINY, "/m").infer
 
     @contextlib.contextmanager
-    def empty() -> Iterator[Ask]:
+    def others(prefix: str) -> Iterator[Ask]:
         with socket.create_connection(("127.0.0.1", one.http)) as connection:
-            asking = RawBinary(RawHttp(connection), TINY, "/empty")
+            asking = RawBinary(RawHttp(connection), TINY, prefix)
 
             def ask(given: Arrays) -> Arrays:
                 asking.send(given)
@@ -138,16 +148,27 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
 
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
-        for name, connect in (("weightd", ours), ("empty", empty)):
-            rates[name].append(Threads(connect, inputs, CLIENTS).requests_per_second(seconds, reference))
+        for name, each in rates.items():
+            connect = ours if name == "weightd" else partial(others, f"/{name}")
+            each.append(Threads(connect, inputs, CLIENTS).requests_per_second(seconds, reference))
     return rates
 
 
-class _Empty:
+class _Silent:
     """Answers, and does nothing else."""
 
-    async def __call__(self, request: Any) -> bytes:
-        return b"{}"
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import Response
+
+        return Response(b"{}", media_type="application/json")
+
+
+class _Empty(_Silent):
+    """Takes what it is sent, and answers."""
+
+    async def __call__(self, request: Any) -> Any:
+        await request.body()
+        return await super().__call__(request)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

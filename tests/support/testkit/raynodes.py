@@ -184,9 +184,13 @@ def nodes(count: int = 1, **options: Any) -> Iterator[Nodes]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         stack.callback(_kill, directory)
+        # Whatever else happens: Ray ends a program that is not told of its cluster's end.
+        stack.callback(ray.shutdown)
         made = Nodes(directory, count, **options)
-        yield made
-        made.close()
+        try:
+            yield made
+        finally:
+            made.close()
         until(lambda: not made.left(), f"replicas leave nothing: {made.left()}", 60)
         until(lambda: not _of(directory), f"Ray leaves no process: {_of(directory)}", 60)
 
