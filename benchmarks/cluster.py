@@ -3,7 +3,7 @@
 It runs in the environment that has Ray (`make bench-cluster`), with nodes that are processes of this machine.
 
 *Throughput*: one node, the tiny model with one worker, and beside it two deployments that do nothing but answer with a
-few bytes. `empty` takes its request first, as every deployment does that is asked something: Serve's proxy has the body,
+few bytes. `empty` takes its request first, as each does that is asked something: Serve's proxy has the body,
 and a replica gets it by another call of an actor. `silent` answers without a look at it, for which Serve makes no such
 call at all. Eight connections that are kept alive ask each in turn, in short rounds: what is compared is what a replica
 adds to Serve's own way from proxy to replica and back.

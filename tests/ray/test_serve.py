@@ -18,6 +18,7 @@ import ray
 from ray import serve
 
 from testkit import models
+from testkit.memory import rollup
 from testkit.raynodes import Nodes
 from testkit.service import Service
 from testkit.waiting import until
@@ -103,11 +104,15 @@ def test_an_error_keeps_its_fields_on_its_way(app: Nodes, error: RequestError) -
 def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None:
     model = models.tiny(tmp_path / "wide.onnx")
     one.run(one.application("wide", {"model": str(model)}))
-    x = np.random.default_rng(1).standard_normal((40_000, 64)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((60_000, 64)).astype(np.float32)
     handle = serve.get_app_handle("wide")
     direct = handle.infer.remote({"x": x}).result()["y"]
+    (replica,) = one.replicas("wide")
+    before = rollup(replica)["Anonymous"]
     kept = handle.infer.remote({"x": ray.put(x)}).result()["y"]
     assert np.array_equal(direct, kept)
+    # Neither the input nor the output was memory of the replica's own.
+    assert rollup(replica)["Anonymous"] - before < x.nbytes / 2
     few = handle.infer.remote({"x": x[:1]}).result()["y"]
     assert np.allclose(direct[:1], few, rtol=1e-5)
     one.delete("wide")
