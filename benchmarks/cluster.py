@@ -21,7 +21,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +130,12 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {"weightd": [], "empty": [], "silent": []}
 
     @contextlib.contextmanager
-    def ours() -> Iterator[Ask]:
+    def ours() -> Generator[Ask]:
         with socket.create_connection(("127.0.0.1", one.http)) as connection:
             yield RawBinary(RawHttp(connection), TINY, "/m").infer
 
     @contextlib.contextmanager
-    def others(prefix: str) -> Iterator[Ask]:
+    def others(prefix: str) -> Generator[Ask]:
         with socket.create_connection(("127.0.0.1", one.http)) as connection:
             asking = RawBinary(RawHttp(connection), TINY, prefix)
 

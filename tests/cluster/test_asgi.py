@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -92,7 +92,7 @@ def test_a_caller_that_goes_ends_its_request() -> None:
         run(Body(receive({"type": "http.disconnect"}), 1).readexactly(4))
 
 
-def sent(what: Any) -> list[Message]:
+def sent(what: Callable[[asgi.Send], Awaitable[None]]) -> list[Message]:
     messages: list[Message] = []
 
     async def send(message: Message) -> None:

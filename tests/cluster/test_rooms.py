@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from textwrap import indent
 
@@ -32,7 +32,7 @@ with room(Path({base!r})) as mine:
 
 
 @contextlib.contextmanager
-def another(base: Path, code: str) -> Iterator[None]:
+def another(base: Path, code: str) -> Generator[None]:
     """Have a room in another process, which does this in it; wait for its end."""
     program = PROGRAM.format(base=str(base)) + indent(code, "  ")
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:

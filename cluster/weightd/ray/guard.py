@@ -181,10 +181,14 @@ def _told_to_end() -> Generator[int, None, None]:
     # A thread of the replica may have blocked some, and who is started inherits that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, _nothing)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     yield reading
+
+
+def _nothing(number: int, frame: object) -> None:
+    """The wakeup is all that is wanted."""
 
 
 def _say(report: Mapping[str, Any]) -> None:

@@ -146,9 +146,10 @@ class Replica:
         async with AsyncClient(self._address, tenant=self._caller.tenant) as client:
             models = (await client.metrics()).models
         found = next((each.sha256 for each in models if each.name == self._arguments.name), "")
-        if found and found != expected:
+        if found != expected:
             raise FailedPrecondition(
-                f"{self._arguments.name}: expected the model with sha256 {expected}, got {found} of {self._where()}"
+                f"{self._arguments.name}: expected the model with sha256 {expected}, got {found or 'none'} of "
+                f"{self._where()}"
             )
 
     def _where(self) -> str:
@@ -177,10 +178,7 @@ class Replica:
             RequestError: as `weightd.client.Client.infer`.
         """
         self._check_known()
-        if isinstance(inputs, Mapping):
-            named = cast("Mapping[str, Any]", inputs)
-            inputs = {name: await each if isinstance(each, Awaitable) else each for name, each in named.items()}
-        question = Question(self._arguments.name, cast("Any", inputs), outputs, timeout, priority)
+        question = Question(self._arguments.name, await _found(inputs), outputs, timeout, priority)
         return await self._service.infer(self._caller, question)
 
     async def metadata(self) -> Mapping[str, Any]:
@@ -233,3 +231,11 @@ class Replica:
         if self._looking is not None:
             self._looking.cancel()
         await self._ends.aclose()
+
+
+async def _found(inputs: Any) -> Any:
+    """Return inputs with arrays in the place of references to them."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    named = cast("Mapping[str, Any]", inputs)
+    return {name: await each if isinstance(each, Awaitable) else each for name, each in named.items()}

