@@ -52,6 +52,8 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
         ({"model": "a.onnx", "workers": "0"}, "workers: expected integer, 1 to 1024, got int 0"),
         ({"model": "a.onnx", "workers": "many"}, "workers: expected integer, 1 to 1024, got str 'many'"),
         ({"model": "a.onnx", "name": "/"}, "name: expected a model name"),
+        ({"model": "a.onnx", "python": "venv/bin/python"}, "python: expected an absolute path"),
+        ({"model": "a.onnx", "canary": "sample.npz"}, "canary: expected an absolute path"),
         ({"model": "a.txt"}, "model: expected a file that ends in .onnx or .mindir, got"),
         ({"model": "a.onnx", "sha256": "12"}, "sha256: expected a sha256 of 64 hexadecimal digits, got str '12'"),
         ({"model": "sha256:", "name": "a"}, "model: expected a sha256 of 64 hexadecimal digits, got str ''"),

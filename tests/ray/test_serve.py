@@ -9,13 +9,17 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from numpy.typing import NDArray
 from ray import serve
+from ray.exceptions import RayActorError
 
 from testkit import models
 from testkit.memory import rollup
@@ -130,6 +134,20 @@ def slow(one: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes
 SLOW = np.zeros((6_000, 1024), np.float32)
 
 
+def binary(x: NDArray[Any]) -> tuple[bytes, Mapping[str, str]]:
+    """Return body and header of a request for one input, x, whose bytes follow the JSON."""
+    asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+    header = json.dumps({"inputs": [asked]}).encode()
+    return header + x.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
+
+
+def under_way(nodes: Nodes) -> int:
+    """Return how many requests the daemon of the slow model has."""
+    lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
+    families = ("weightd_requests_running{", "weightd_requests_queued{")
+    return sum(int(float(each.rpartition(" ")[2])) for each in lines if each.startswith(families))
+
+
 def cancelled(nodes: Nodes) -> list[str]:
     """Return what the daemon has counted of requests that were taken back."""
     lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
@@ -155,11 +173,9 @@ def test_a_request_that_is_cancelled_is_taken_back(slow: Nodes) -> None:
 
 def test_a_caller_that_hangs_up_takes_its_request_back(slow: Nodes) -> None:
     before = cancelled(slow)
-    asked = {"name": "x", "datatype": "FP32", "shape": SLOW.shape, "parameters": {"binary_data_size": SLOW.nbytes}}
-    header = json.dumps({"inputs": [asked]}).encode()
+    body, header = binary(SLOW)
     connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
-    where = {"Inference-Header-Content-Length": str(len(header))}
-    connection.request("POST", "/slow/v2/models/slow/infer", header + SLOW.tobytes(), where)
+    connection.request("POST", "/slow/v2/models/slow/infer", body, header)
     time.sleep(0.5)
     connection.close()
     until(lambda: cancelled(slow) != before, "it is taken back")
@@ -220,6 +236,22 @@ def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: Question
     until(lambda: not room.exists(), "its files are gone")
     until(lambda: guard not in app.pids("weightd.ray.guard"), "its guard ends")
     until(lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another serves", 60)
+
+
+def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow: Nodes) -> None:
+    handle = serve.get_app_handle("slow")
+    body, header = binary(SLOW)
+    with ThreadPoolExecutor(1) as pool:
+        by_http = pool.submit(lambda: ask(slow.http, "/slow/v2/models/slow/infer", body, **header))
+        by_handle = handle.infer.remote({"x": SLOW})
+        # The daemon has both then: a worker one, the queue the other.
+        until(lambda: under_way(slow) == 2, "both are under way")
+        os.kill(slow.replicas("slow")[0], signal.SIGKILL)
+        with pytest.raises(RayActorError):
+            by_handle.result()
+        reply = by_http.result()
+    # Serve's own words, and not weightd's: see docs/cluster.md.
+    assert (reply.status, reply.is_ours) == (500, False)
 
 
 def daemon_of(guard: int) -> int:

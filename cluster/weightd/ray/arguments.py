@@ -218,10 +218,20 @@ def _checked(arguments: Arguments, path: str, problems: Problems) -> ModelConfig
     """Return the daemon's table of the model, as the daemon itself checks it."""
     models = {arguments.name: {"path": path, **arguments.table}}
     try:
-        return parse({"models": models}, Path("/")).models[arguments.name]
+        model, other = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
     except ConfigError as error:
         problems.note(FieldError(_of_argument(each, arguments.name)) for each in error.problems)
         return ModelConfig(path)
+    for each in tables.keys(ModelConfig):
+        if getattr(model, each.name) != getattr(other, each.name):
+            problems.note(
+                [
+                    FieldError("expected an absolute path: there is nothing that it could be relative to").at(
+                        f".{each.name}"
+                    )
+                ]
+            )
+    return model
 
 
 def _of_argument(problem: str, name: str) -> str:

@@ -237,5 +237,8 @@ async def _found(inputs: Any) -> Any:
     """Return inputs with arrays in the place of references to them."""
     if not isinstance(inputs, Mapping):
         return inputs
-    named = cast("Mapping[str, Any]", inputs)
-    return {name: await each if isinstance(each, Awaitable) else each for name, each in named.items()}
+    found = dict(cast("Mapping[str, Any]", inputs))
+    for name, each in found.items():
+        if isinstance(each, Awaitable):
+            found[name] = await cast("Awaitable[Any]", each)
+    return found
