@@ -182,7 +182,7 @@ def nodes(count: int = 1, **options: Any) -> Generator[Nodes]:
     """Have a cluster within the block, and nothing of it behind that: neither process nor file."""
     directory = Path(tempfile.mkdtemp(prefix="wr-", dir="/tmp"))
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        stack.callback(_remove, directory)
         stack.callback(_kill, directory)
         # Whatever else happens: Ray ends a program that is not told of its cluster's end.
         stack.callback(ray.shutdown)
@@ -200,6 +200,16 @@ def _kill(directory: Path) -> None:
     for pid, _ in _of(directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _remove(directory: Path) -> None:
+    """Remove it, though threads of Ray in this process may write to its log there once more."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(directory, ignore_errors=True)
+        return not directory.exists()
+
+    until(is_gone, f"{directory} can be removed")
 
 
 def _of(directory: Path) -> list[tuple[int, str]]:
