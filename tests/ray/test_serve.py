@@ -22,13 +22,14 @@ from ray import serve
 from ray.exceptions import RayActorError
 
 from testkit import models
+from testkit.census import families
 from testkit.memory import rollup
 from testkit.raynodes import Nodes
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
 
-from .asking import Questions, ask, output
+from .asking import Questions, ask, inference, output
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -239,12 +240,13 @@ def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: Question
 
 
 def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow: Nodes) -> None:
+    one = SLOW[:1]
     handle = serve.get_app_handle("slow")
-    body, header = binary(SLOW)
     with ThreadPoolExecutor(1) as pool:
-        by_http = pool.submit(lambda: ask(slow.http, "/slow/v2/models/slow/infer", body, **header))
-        by_handle = handle.infer.remote({"x": SLOW})
-        # The daemon has both then: a worker one, the queue the other.
+        # A worker that does not go on keeps both under way.
+        os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+        by_handle = handle.infer.remote({"x": one})
+        by_http = pool.submit(ask, slow.http, "/slow/v2/models/slow/infer", inference(one))
         until(lambda: under_way(slow) == 2, "both are under way")
         os.kill(slow.replicas("slow")[0], signal.SIGKILL)
         with pytest.raises(RayActorError):
@@ -252,6 +254,24 @@ def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow
         reply = by_http.result()
     # Serve's own words, and not weightd's: see docs/cluster.md.
     assert (reply.status, reply.is_ours) == (500, False)
+
+
+def test_what_serve_itself_gives_up_is_taken_back(slow: Nodes) -> None:
+    until(lambda: ask(slow.http, "/slow/v2/models/slow/ready").status == 200, "another replica serves", 60)
+    body, header = binary(SLOW)
+    before = cancelled(slow)
+    header = {**header, "X-Request-Timeout-Seconds": "1.0"}
+    os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+    connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
+    connection.request("POST", "/slow/v2/models/slow/infer", body, header)
+    assert connection.getresponse().status == 408
+    connection.close()
+    until(lambda: cancelled(slow) != before, "it is taken back")
+
+
+def worker_of(guard: int) -> int:
+    (pid,) = (each for each in families([guard]) if b".w1\0" in Path(f"/proc/{each}/cmdline").read_bytes())
+    return pid
 
 
 def daemon_of(guard: int) -> int:

@@ -75,7 +75,7 @@ class Nodes:
                 **self._args,
                 "include_dashboard": False,
                 "node_ip_address": _ADDRESS,
-                "_system_config": _SYSTEM,
+                "_system_config": {**_SYSTEM},  # Ray writes into it where things are
             },
             shutdown_at_exit=True,
         )
