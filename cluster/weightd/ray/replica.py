@@ -44,7 +44,7 @@ class Replica:
         self._arguments = arguments
         self._caller = Caller(arguments.tenant or None, "serve")
         # Whether what serves is known to have the digest that it must have: not before that was looked at.
-        self._is_known = asyncio.Event()
+        self._is_known = False
         self._looking: asyncio.Task[None] | None = None
         self._wrong = ""
         self._address = ""
@@ -103,8 +103,8 @@ class Replica:
 
     def _starts(self) -> None:
         """The daemon starts: what it loads has to be looked at, also if it is not the first."""
-        if self._is_known.is_set():
-            self._is_known.clear()
+        if self._is_known:
+            self._is_known = False
             self._looking = asyncio.create_task(self._look_again())
 
     async def _look_again(self) -> None:
@@ -124,7 +124,7 @@ class Replica:
                 raise FailedPrecondition(self._daemon.failure)
             await asyncio.sleep(_PAUSE_S)
         await self._check_digest()
-        self._is_known.set()
+        self._is_known = True
 
     async def _is_ready(self) -> bool:
         """Say whether the model is ready; wait as long as the daemon does for what it takes and gives.
@@ -222,7 +222,7 @@ class Replica:
         return await self._api.handle(request)
 
     def _check_known(self) -> None:
-        if not self._is_known.is_set():
+        if not self._is_known:
             text = self._wrong or f"{self._arguments.name}: its daemon has ended, and is started again"
             raise Unavailable(text, retry_after=_RETRY_S)
 
