@@ -240,5 +240,5 @@ async def _found(inputs: Any) -> Any:
     found = dict(cast("Mapping[str, Any]", inputs))
     for name, each in found.items():
         if isinstance(each, Awaitable):
-            found[name] = await cast("Awaitable[Any]", each)
+            found[name] = await each
     return found
