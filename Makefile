@@ -22,13 +22,14 @@ VENV := .venv
 MSLITE := .venv-mslite
 MINDSPORE := .venv-mindspore
 RIVAL := .venv-rival
+RAY := .venv-ray
 BIN := $(VENV)/bin
 INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-kserve test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
-.PHONY: bench-rival bench-gateway help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
+.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-kserve test-ray test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
+.PHONY: bench-rival bench-gateway bench-cluster help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
@@ -56,6 +57,10 @@ test-beside: test-oldest  # what leaves a core to the other tests, one after ano
 
 test-kserve: $(VENV)/.made .venv-kserve/.made  ## KServe's own clients before the gateway; not in CI, for they bring 67 packages
 	$(BIN)/python -m pytest tests/e2e/test_gateway_kserve.py
+
+test-ray: $(RAY)/.made  ## weightd on a real Ray Serve: three nodes on this machine; not in CI, for they take both cores for minutes
+	@# Ray's own warnings are no errors here.
+	$(RAY)/bin/python -m pytest -o filterwarnings=ignore tests/ray
 
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
@@ -88,6 +93,9 @@ bench-rival: $(VENV)/.made $(RIVAL)/.made  ## weightd and mosec side by side: la
 bench-gateway: $(VENV)/.made $(RIVAL)/.made $(RIVAL)-mlserver/.made $(RIVAL)-pytriton/.made $(RIVAL)-client/.made  ## the gateway beside MLServer, PyTriton and mosec, asked by tritonclient
 	$(BIN)/python -m benchmarks gateway
 
+bench-cluster: $(RAY)/.made  ## weightd on Ray Serve beside an empty deployment, and beside replicas with the engine inside
+	$(RAY)/bin/python -m benchmarks cluster
+
 fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, decoder, the page store's index and the configuration [SECONDS=60]
 	set -ex; for each in framing decoder store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
 
@@ -99,7 +107,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and te
 	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* .venv-kserve build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* .venv-kserve $(RAY) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -167,6 +175,14 @@ $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 .venv-kserve/.made: .ci/requirements-kserve.txt $(VENV)/.made
 	$(BIN)/python -m venv $(@D)
 	$(@D)/$(INSTALL) --requirement $<
+	@touch $@
+
+# weightd is editable there, as in the other one: replicas run what is being worked at.
+$(RAY)/.made: .ci/requirements-ray.txt pyproject.toml
+	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/$(INSTALL) --upgrade 'pip>=25.1'
+	$(RAY)/$(INSTALL) --requirement $< --editable '.[daemon,gateway,onnxruntime]' --group test
 	@touch $@
 
 mindspore-if-possible:

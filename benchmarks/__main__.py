@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import (
     batching,
+    cluster,
     engine,
     fairness,
     gateway,
@@ -38,6 +39,7 @@ from benchmarks.material import (
 from benchmarks.report import Result, as_json, as_table, progress
 
 FAIRNESS = "fairness"
+CLUSTER = "cluster"
 GATEWAY = "gateway"
 MEMORY = "memory"
 RANKS = "ranks"
@@ -75,6 +77,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
     ),
     FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "what one tenant can do to another; as root ‡"),
+    CLUSTER: Benchmark(
+        cluster.run,
+        cluster.WORKERS,
+        "on Ray Serve beside an empty deployment and plain replicas; `make bench-cluster`",
+    ),
     GATEWAY: Benchmark(
         gateway.run, gateway.WORKERS, "HTTP and gRPC beside MLServer, PyTriton and mosec; see `make bench-gateway`"
     ),
@@ -85,15 +92,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 # They need more than the others.
-_ALONE = (FAIRNESS, GATEWAY, RANKS, RIVAL)
+_ALONE = (CLUSTER, FAIRNESS, GATEWAY, RANKS, RIVAL)
 
 _EPILOG = """\
 benchmarks, with the workers that each has unless --workers is given:
 {benchmarks}
-  all         each of them but fairness, gateway, ranks and rival
+  all         each of them but cluster, fairness, gateway, ranks and rival
 
 * over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's gate. latency shows the gate beside it.
-‡ --part chooses some of it, --no-tenants tells nobody apart. --quick, with gateway too: less can be said of it.
+‡ --part chooses some of it, --no-tenants tells nobody apart. --quick, with cluster and gateway too: less is said.
 † of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
 
 Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
@@ -159,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", action="append", default=[], choices=[*fairness.PARTS], help="of fairness; several times for several"
     )
-    parser.add_argument("--quick", action="store_true", help="fairness and gateway in fewer or shorter rounds")
+    parser.add_argument("--quick", action="store_true", help="cluster, fairness and gateway in fewer or shorter rounds")
     parser.add_argument("--no-tenants", action="store_true", help="fairness without [tenants], where all are one")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser

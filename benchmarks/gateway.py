@@ -134,7 +134,7 @@ def run(setup: Setup) -> Gateway:
             server.ready()
             mosecs[each.model] = stack.enter_context(server.client()).infer
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", found[OURS].http)))
-            raws[each.model] = _RawBinary(RawHttp(connection), each.model).infer
+            raws[each.model] = RawBinary(RawHttp(connection), each.model).infer
         for number in range(rounds):
             progress(f"round {number + 1} of {rounds}")
             for suffix, size in sizes.items():
@@ -169,27 +169,40 @@ def _result(setup: Setup, rounds: int, p50: Mapping[str, list[float]]) -> Gatewa
     )
 
 
-class _RawBinary:
-    """The Open Inference Protocol's binary tensors by a client that looks at nothing but lengths."""
+class RawBinary:
+    """The Open Inference Protocol's binary tensors by a client that looks at nothing but lengths.
 
-    def __init__(self, http: RawHttp, model: str) -> None:
-        self._http = http
-        self._model = model
+    Args:
+        http: the connection.
+        model: its name.
+        prefix: what stands before the protocol's own paths.
+
+    Attributes:
+        http: as above.
+    """
+
+    def __init__(self, http: RawHttp, model: str, prefix: str = "") -> None:
+        self.http = http
+        self._path = f"{prefix}/v2/models/{model}/infer"
 
     def infer(self, inputs: Arrays) -> Arrays:
         """Send x and return y."""
-        x = inputs["x"]
-        asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
-        body = json.dumps({"inputs": [asked], "parameters": {"binary_data_output": True}}).encode()
-        head = (
-            f"POST /v2/models/{self._model}/infer HTTP/1.1\r\nHost: localhost\r\n"
-            f"Inference-Header-Content-Length: {len(body)}\r\nContent-Length: {len(body) + x.nbytes}\r\n\r\n"
-        )
-        self._http.send(head.encode() + body, x.data.cast("B"))
-        reply = self._http.answer()
+        self.send(inputs)
+        reply = self.http.answer()
         found = _HEADER_LENGTH.search(reply.head)
         if found is None:
             raise ConnectionError(f"no binary answer: {bytes(reply.body[:200])!r}")
         size = int(found[1])
         (told,) = json.loads(bytes(reply.body[:size]))["outputs"]
         return {"y": np.frombuffer(reply.body, np.float32, offset=size).reshape(told["shape"])}
+
+    def send(self, inputs: Arrays) -> None:
+        """Send x."""
+        x = inputs["x"]
+        asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+        body = json.dumps({"inputs": [asked], "parameters": {"binary_data_output": True}}).encode()
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\n"
+            f"Inference-Header-Content-Length: {len(body)}\r\nContent-Length: {len(body) + x.nbytes}\r\n\r\n"
+        )
+        self.http.send(head.encode() + body, x.data.cast("B"))

@@ -63,16 +63,16 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_it_needs_python_37_and_three_packages_and_has_six_extras(wheel: Path) -> None:
+def test_it_needs_python_37_and_three_packages_and_has_seven_extras(wheel: Path) -> None:
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
     assert fields["License-Expression"] == "Apache-2.0"
     requirements = [str(each) for each in fields.get_all("Requires-Dist", [])]
     core = sorted(each.partition(">")[0].strip() for each in requirements if "extra ==" not in each)
     assert core == ["msgpack", "numpy", "pyzmq"]
-    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", "images", *ENGINES]
+    assert sorted(fields.get_all("Provides-Extra", [])) == ["daemon", "gateway", "images", *ENGINES, "ray"]
     extras = [each for each in requirements if "extra ==" in each]
-    needed = {"aiohttp", "grpcio", "pillow", "protobuf", "tomli", *ENGINES}
+    needed = {"aiohttp", "grpcio", "pillow", "protobuf", "ray[serve]", "tomli", *ENGINES}
     assert {each.partition(">")[0] for each in extras} == needed
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 
@@ -82,7 +82,7 @@ def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) ->
         names = archive.namelist()
     packages = {"/".join(name.split("/")[:2]) for name in names if name.startswith("weightd/")}
     assert packages == {
-        f"weightd/{each}" for each in ("client", "ctl", "daemon", "gateway", "protocol", "shared", "worker")
+        f"weightd/{each}" for each in ("client", "ctl", "daemon", "gateway", "protocol", "ray", "shared", "worker")
     }
     for package in packages:
         assert f"{package}/py.typed" in names

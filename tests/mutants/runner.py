@@ -20,7 +20,7 @@ from .mutant import Mutant
 REPOSITORY = Path(__file__).resolve().parents[2]
 INTERPRETER_37 = REPOSITORY / ".venv-mslite" / "bin" / "python"
 
-_ROOTS = ("daemon", "gateway", "worker", "protocol")
+_ROOTS = ("cluster", "daemon", "gateway", "worker", "protocol")
 
 # The tests of a mutant, and one of them. What hangs was noticed.
 _LIMIT_S = 300.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
-from aiohttp import hdrs, web
+from aiohttp import hdrs
 
 from weightd.gateway import model_view
 from weightd.gateway.callers import Caller
@@ -17,9 +17,10 @@ from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
 from weightd.gateway.page.looks import Looks
 from weightd.gateway.rest import body, form
 from weightd.gateway.rest.asking import caller_of, check_host, trace_of
-from weightd.gateway.rest.connection import Connection, Phase
+from weightd.gateway.rest.connection import Phase
 from weightd.gateway.rest.infer import Inference
 from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
+from weightd.gateway.rest.request import Connection, Request
 from weightd.gateway.rest.routes import Verb, route
 from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, NotFound, WeightdError
@@ -60,7 +61,7 @@ _LOG_SETTINGS: Mapping[str, Any] = {
     "log_format": "default",
 }
 
-Handler = Callable[[web.BaseRequest, Caller, str], Awaitable[Reply]]
+Handler = Callable[[Request, Caller, str], Awaitable[Reply]]
 
 
 class Api:
@@ -102,7 +103,7 @@ class Api:
             Verb.NUMBERS: self._numbers,
         }
 
-    async def handle(self, request: web.BaseRequest) -> Reply:
+    async def handle(self, request: Request) -> Reply:
         """Return the answer to a request, whatever comes of it."""
         connection = cast(Connection, request.protocol)
         connection.enter(Phase.ANSWER)
@@ -127,7 +128,7 @@ class Api:
         self._log(request, reply, caller, time.monotonic() - begun, trace)
         return reply
 
-    def _log(self, request: web.BaseRequest, reply: Reply, caller: Caller, seconds: float, trace: str) -> None:
+    def _log(self, request: Request, reply: Reply, caller: Caller, seconds: float, trace: str) -> None:
         more = ""
         level = logging.DEBUG
         if reply.status >= _SERVER_ERROR:
@@ -140,41 +141,41 @@ class Api:
 
     # --- health, metadata --------------------------------------------------------------------------------------
 
-    async def _live(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _live(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json({"live": True})
 
-    async def _ready(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _ready(self, request: Request, caller: Caller, name: str) -> Reply:
         ready = (await self._service.ready(caller)).ready
         return as_json({"ready": ready}, 200 if ready else 503)
 
-    async def _model_ready(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _model_ready(self, request: Request, caller: Caller, name: str) -> Reply:
         answer = await self._service.ready(caller, name)
         told = {"name": name, "ready": answer.ready}
         return as_json(told if answer.ready else {**told, "error": answer.reason}, 200 if answer.ready else 503)
 
-    async def _server(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _server(self, request: Request, caller: Caller, name: str) -> Reply:
         shared_memory = self._gateway.config.shared_memory
         return as_json(model_view.server_metadata(await self._service.server(caller), shared_memory=shared_memory))
 
-    async def _model(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _model(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(model_view.model_metadata(await self._service.metadata(caller, name)))
 
-    async def _config(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _config(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(model_view.model_config(await self._service.metadata(caller, name)))
 
-    async def _statistics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _statistics(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(model_view.statistics(await self._service.metrics(caller), name))
 
-    async def _index(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _index(self, request: Request, caller: Caller, name: str) -> Reply:
         ready = (await self._asked(request, caller)).get("ready", False)
         return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
 
-    async def _metrics(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _metrics(self, request: Request, caller: Caller, name: str) -> Reply:
         return Reply([exposition(await self._service.metrics(caller)).encode()], CONTENT_TYPE)
 
     # --- the page ----------------------------------------------------------------------------------------------
 
-    async def _page(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _page(self, request: Request, caller: Caller, name: str) -> Reply:
         self._check_page()
         file = FILES[name]
         if request.headers.get(hdrs.IF_NONE_MATCH) == file.etag:
@@ -183,7 +184,7 @@ class Api:
             return reply
         return Reply([file.body], file.content_type, headers=file.headers)
 
-    async def _numbers(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _numbers(self, request: Request, caller: Caller, name: str) -> Reply:
         self._check_page()
         return Reply([await self._looks.status_json(caller)], headers=NUMBERS_HEADERS)
 
@@ -193,45 +194,45 @@ class Api:
 
     # --- what Triton has and weightd does otherwise ------------------------------------------------------------
 
-    async def _load(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _load(self, request: Request, caller: Caller, name: str) -> Reply:
         raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
 
-    async def _trace(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _trace(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(_TRACE_SETTINGS)
 
-    async def _logging(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _logging(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(_LOG_SETTINGS)
 
-    async def _set(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _set(self, request: Request, caller: Caller, name: str) -> Reply:
         if await self._asked(request, caller):
             raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
         return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
 
     # --- shared memory -----------------------------------------------------------------------------------------
 
-    async def _regions(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _regions(self, request: Request, caller: Caller, name: str) -> Reply:
         return as_json(self._gateway.regions.status(caller, name))
 
-    async def _register(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _register(self, request: Request, caller: Caller, name: str) -> Reply:
         asked = await self._asked(request, caller)
         place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
         self._gateway.regions.register(caller, name, *place)
         return as_json({})
 
-    async def _unregister(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _unregister(self, request: Request, caller: Caller, name: str) -> Reply:
         self._gateway.regions.unregister(caller, name)
         return as_json({})
 
-    async def _register_cuda(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _register_cuda(self, request: Request, caller: Caller, name: str) -> Reply:
         raise InvalidArgument("weightd has no memory of CUDA devices")
 
-    async def _nothing(self, request: web.BaseRequest, caller: Caller, name: str) -> Reply:
+    async def _nothing(self, request: Request, caller: Caller, name: str) -> Reply:
         """There is none of it, and so it is when it is gone."""
         return as_json([] if request.method == "GET" else {})
 
     # --- within ------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: web.BaseRequest, caller: Caller) -> dict[str, Any]:
+    async def _asked(self, request: Request, caller: Caller) -> dict[str, Any]:
         """Return the map that a request has, which may be empty."""
         connection = cast(Connection, request.protocol)
         with self._service.seats.one(caller) as seat:

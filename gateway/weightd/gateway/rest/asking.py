@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection
 from typing import cast
 
-from aiohttp import hdrs, web
+from aiohttp import hdrs
 
 from weightd.gateway.callers import Caller, Identities, bearer
-from weightd.gateway.rest.connection import Connection
+from weightd.gateway.rest.request import Connection, Request
 from weightd.gateway.traces import TRACEPARENT, trace
 from weightd.protocol.errors import PermissionDenied, Unauthenticated
 from weightd.protocol.schema import label
@@ -19,7 +19,7 @@ ANY_HOST = "*"
 _PORT = re.compile(r":[0-9]*$")
 
 
-def caller_of(request: web.BaseRequest, identities: Identities) -> Caller:
+def caller_of(request: Request, identities: Identities) -> Caller:
     """Return who asks.
 
     Raises:
@@ -36,7 +36,7 @@ def caller_of(request: web.BaseRequest, identities: Identities) -> Caller:
     )
 
 
-def check_host(request: web.BaseRequest, hosts: Collection[str]) -> None:
+def check_host(request: Request, hosts: Collection[str]) -> None:
     """See to it that a request is for this host: a page in a browser can have a name of its own point here.
 
     Raises:
@@ -48,6 +48,6 @@ def check_host(request: web.BaseRequest, hosts: Collection[str]) -> None:
     raise PermissionDenied(f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}")
 
 
-def trace_of(request: web.BaseRequest) -> str:
+def trace_of(request: Request) -> str:
     """Return the traceparent of a request, "" where it has none that is one."""
     return trace(request.headers.get(TRACEPARENT, ""))

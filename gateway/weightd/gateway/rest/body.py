@@ -7,11 +7,12 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from aiohttp import StreamReader, hdrs, web
+from aiohttp import hdrs
 from aiohttp.http_exceptions import PayloadEncodingError
 
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.rest.reply import Refused
+from weightd.gateway.rest.request import Content, Request
 from weightd.gateway.seats import Seat
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import label
@@ -30,9 +31,7 @@ ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read(
-    request: web.BaseRequest, seat: Seat, most: int, room: Callable[[int], Any], lead: int = 0
-) -> memoryview:
+async def read(request: Request, seat: Seat, most: int, room: Callable[[int], Any], lead: int = 0) -> memoryview:
     """Return the body.
 
     Args:
@@ -73,7 +72,7 @@ async def read(
         raise InvalidArgument(f"the body ends early, or is not chunked as it should be: {error}") from None
 
 
-async def _exactly(content: StreamReader, length: int, room: Callable[[int], Any], offset: int) -> memoryview:
+async def _exactly(content: Content, length: int, room: Callable[[int], Any], offset: int) -> memoryview:
     view = memoryview(room(offset + length))[offset:]
     done = 0
     while done < length:

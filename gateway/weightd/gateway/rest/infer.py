@@ -6,17 +6,16 @@ import dataclasses
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
-
 from weightd.gateway import arrays
 from weightd.gateway.callers import Caller
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.question import Question
 from weightd.gateway.rest import answer, body, form
 from weightd.gateway.rest.asking import trace_of
-from weightd.gateway.rest.connection import Connection, Phase
+from weightd.gateway.rest.connection import Phase
 from weightd.gateway.rest.form import Form, InputForm, OutputForm
 from weightd.gateway.rest.reply import BINARY, JSON, Reply
+from weightd.gateway.rest.request import Connection, Request
 from weightd.gateway.seats import Seat
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import got
@@ -38,7 +37,7 @@ class Inference:
         self._regions = gateway.regions
         self._most_bytes = gateway.config.max_body_bytes
 
-    async def infer(self, request: web.BaseRequest, caller: Caller, model: str) -> Reply:
+    async def infer(self, request: Request, caller: Caller, model: str) -> Reply:
         """Return what a model answers.
 
         Raises:
@@ -118,7 +117,7 @@ def _place(parameters: Any) -> tuple[object, object, object]:
     )
 
 
-def _header_length(request: web.BaseRequest) -> int | None:
+def _header_length(request: Request) -> int | None:
     """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
     values = request.headers.getall(HEADER_LENGTH, None)
     if values is None:

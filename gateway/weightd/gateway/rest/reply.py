@@ -38,6 +38,7 @@ class Reply:
         seat: has the content in it until that is written, or given up.
 
     Attributes:
+        kind: as above.
         headers: as above; more may be added.
         keep_alive: whether the connection may go on.
     """
@@ -54,7 +55,7 @@ class Reply:
         self.status = status
         self.keep_alive = True
         self.body_length = sum(map(len, content))
-        self._kind = kind
+        self.kind = kind
         self._seat = seat
         self.headers = dict(headers or {})
 
@@ -87,7 +88,7 @@ class Reply:
     def _head(self, request: web.BaseRequest) -> bytes:
         lines = [
             f"HTTP/1.1 {self.status} {_PHRASES.get(self.status, '')}",
-            f"Content-Type: {self._kind}",
+            f"Content-Type: {self.kind}",
             f"Content-Length: {self.body_length}",
         ]
         lines += [f"{name}: {value}" for name, value in self.headers.items()]

@@ -1,0 +1,222 @@
+"""weightd on Ray Serve: requests/s beside a deployment that only answers, and memory beside plain replicas.
+
+It runs in the environment that has Ray (`make bench-cluster`), with nodes that are processes of this machine.
+
+*Throughput*: one node, the tiny model with one worker, and beside it two deployments that do nothing but answer with a
+few bytes. `empty` takes its request first, as each does that is asked something: Serve's proxy has the body,
+and a replica gets it by another call of an actor. `silent` answers without a look at it, for which Serve makes no such
+call at all. Eight connections that are kept alive ask each in turn, in short rounds: what is compared is what a replica
+adds to Serve's own way from proxy to replica and back.
+
+*Memory*: three nodes with a replica of four workers each, and then twelve replicas of a deployment that has the engine
+inside, of the model with 192 MiB of weights; all have answered. Counted is what belongs to replicas (PSS): of weightd
+the replica, its guard, the daemon, and all that it has started. What Ray itself takes is the same in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import material
+from benchmarks.gateway import RawBinary
+from benchmarks.material import MLP, MLP_WIDTH, TINY, TINY_WIDTH, Arrays, Reference, Setup, UnavailableError
+from benchmarks.raw_http import RawHttp
+from benchmarks.report import MB, Result, Target, progress, ratio, spread
+from benchmarks.rounds import Ask, Threads
+from testkit.census import families
+from testkit.memory import pss_total
+from testkit.plain import PlainProcess
+
+if TYPE_CHECKING:
+    from testkit.raynodes import Nodes
+
+WORKERS = 4  # of a replica, where memory is measured
+NODES = 3
+CLIENTS = 8
+ROUNDS, ROUND_S = 11, 3.0
+QUICK_ROUNDS, QUICK_S = 3, 1.0
+ASKED = 5  # times of each worker, before its memory is read
+
+# A replica gives back within a second or two what it does not need for the next request.
+_REST_S = 3.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterFigures(Result):
+    """Of requests, medians over the rounds; of memory, MB of 1,000,000 bytes.
+
+    Attributes:
+        throughput_ratio: requests/s of the tiny model, by those of a deployment that takes its request and answers.
+        throughput_to_silent: by those of one that does not even take it.
+        spreads: quartiles of both.
+        requests_s: of all three.
+        memory_ratio: what all replicas take, by what as many plain ones take as there are workers.
+        pss_mb: of both.
+    """
+
+    benchmark = "cluster"
+    throughput_ratio: float
+    throughput_to_silent: float
+    spreads: Mapping[str, tuple[float, float]]
+    requests_s: Mapping[str, float]
+    memory_ratio: float
+    pss_mb: Mapping[str, float]
+
+    def targets(self) -> Sequence[Target]:
+        """Return the bounds of the ratios."""
+        return [
+            Target("throughput_ratio", 0.8, at_least=True),
+            Target("memory_ratio", 0.4),
+        ]
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        """Return the table."""
+        return [
+            *((f"{name}, {CLIENTS} at once", f"{each:8,.0f} requests/s") for name, each in self.requests_s.items()),
+            *((f"to {name}", spread(each)) for name, each in self.spreads.items()),
+            *((name, f"{each:8,.0f} MB") for name, each in self.pss_mb.items()),
+        ]
+
+
+def run(setup: Setup) -> ClusterFigures:
+    """Measure one, then the other."""
+    try:
+        from testkit.raynodes import nodes
+    except ImportError as error:
+        raise UnavailableError(f"{error}: run it by `make bench-cluster`") from None
+    if setup.engine != material.ENGINES[0]:
+        raise UnavailableError("cluster: expected --engine onnxruntime: the plain replicas have no other")
+    with nodes(1) as one:
+        rates = _throughput(one, setup)
+    with nodes(NODES) as several:
+        pss = _memory(several, setup.workers)
+    ratios = {name: ratio(rates["weightd"], rates[name]) for name in ("empty", "silent")}
+    return ClusterFigures(
+        engine=setup.engine,
+        workers=setup.workers,
+        n=len(rates["empty"]),
+        throughput_ratio=ratios["empty"].median,
+        throughput_to_silent=ratios["silent"].median,
+        spreads={name: each.spread for name, each in ratios.items()},
+        requests_s={name: statistics.median(each) for name, each in rates.items()},
+        memory_ratio=pss["weightd"] / pss["plain"],
+        pss_mb={name: each / MB for name, each in pss.items()},
+    )
+
+
+# --- throughput ----------------------------------------------------------------------------------------------------
+
+
+def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
+    from ray import serve
+
+    path = material.model(TINY, setup.engine)
+    inputs = material.inputs(TINY_WIDTH)
+    with PlainProcess(path) as bare:
+        reference = Reference(bare, inputs)
+        answers = {id(each): bare.infer(each) for each in inputs}
+    one.run(one.application("m", {"model": str(path), "name": TINY}, prefix="/m"))
+    for name, cls in (("empty", _Empty), ("silent", _Silent)):
+        serve.run(_deployment(cls).bind(), name=name, route_prefix=f"/{name}")
+    rounds, seconds = (QUICK_ROUNDS, QUICK_S) if setup.quick else (ROUNDS, ROUND_S)
+    rates: dict[str, list[float]] = {"weightd": [], "empty": [], "silent": []}
+
+    @contextlib.contextmanager
+    def ours() -> Generator[Ask]:
+        with socket.create_connection(("127.0.0.1", one.http)) as connection:
+            yield RawBinary(RawHttp(connection), TINY, "/m").infer
+
+    @contextlib.contextmanager
+    def others(prefix: str) -> Generator[Ask]:
+        with socket.create_connection(("127.0.0.1", one.http)) as connection:
+            asking = RawBinary(RawHttp(connection), TINY, prefix)
+
+            def ask(given: Arrays) -> Arrays:
+                asking.send(given)
+                asking.http.answer()
+                return answers[id(given)]
+
+            yield ask
+
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        for name, each in rates.items():
+            connect = ours if name == "weightd" else partial(others, f"/{name}")
+            each.append(Threads(connect, inputs, CLIENTS).requests_per_second(seconds, reference))
+    return rates
+
+
+class _Silent:
+    """Answers, and does nothing else."""
+
+    async def __call__(self, request: Any) -> Any:
+        from starlette.responses import Response
+
+        return Response(b"{}", media_type="application/json")
+
+
+class _Empty(_Silent):
+    """Takes what it is sent, and answers."""
+
+    async def __call__(self, request: Any) -> Any:
+        await request.body()
+        return await super().__call__(request)
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+class _Plain:
+    """A replica with the engine inside, as Serve's own pages show it."""
+
+    def __init__(self, path: str) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def infer(self, x: Any) -> Any:
+        return self._session.run(None, {"x": x})[0]
+
+
+def _memory(several: Nodes, workers: int) -> dict[str, float]:
+    from ray import serve
+
+    path = material.model(MLP, material.ENGINES[0])
+    (asked,) = material.inputs(MLP_WIDTH, count=1)
+    count = NODES * workers * ASKED
+    progress(f"{NODES} replicas of {workers} workers")
+    several.run(several.application("m", {"model": str(path), "workers": workers}, num_replicas=NODES))
+    handle = serve.get_app_handle("m")
+    for each in [handle.infer.remote({"x": asked["x"]}) for _ in range(count)]:
+        each.result()
+    time.sleep(_REST_S)
+    guards = several.guards("m")
+    ours = pss_total([*several.replicas("m"), *families(guards)])
+    several.delete("m")
+    progress(f"{NODES * workers} plain replicas")
+    options = {"num_replicas": NODES * workers, "ray_actor_options": {"num_cpus": 1}}
+    plain = serve.run(_deployment(_Plain).options(**options).bind(str(path)), name="plain", route_prefix=None)
+    for each in [plain.infer.remote(asked["x"]) for _ in range(count)]:
+        each.result()
+    time.sleep(_REST_S)
+    theirs = pss_total(several.replicas("plain"))
+    serve.delete("plain")
+    return {"weightd": ours, "plain": theirs}
+
+
+def _deployment(cls: type) -> Any:
+    """Return a deployment of a class of this file, which a replica could not import."""
+    from ray import cloudpickle, serve
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return serve.deployment(max_ongoing_requests=64)(cls)

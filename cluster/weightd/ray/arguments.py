@@ -1,0 +1,243 @@
+"""What an application is told, checked where it is built: who mends a YAML wants to know all that is wrong at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from weightd.daemon.config.defaults import default_cache_dir
+from weightd.daemon.config.load import ConfigError, parse
+from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.engines import ENGINES
+from weightd.gateway.config.table import GatewayConfig
+from weightd.protocol import limits
+from weightd.protocol.errors import WeightdError
+from weightd.protocol.schema import FieldError, Kind, got, integer, label, mapping, text
+from weightd.shared import tables
+from weightd.shared.tables import Problems, derived
+from weightd.shared.userpaths import user_path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PUBLISHED = "sha256:"
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+# Of one replica; what is beyond it waits at Serve's routers.
+_MOST_ONGOING = 65536
+
+# Each worker has one request that runs and one that is ready; the others are what rows of several are made of.
+_ONGOING_OF_WORKER = 8
+_LEAST_ONGOING = 16
+
+# Where nobody knows here how many workers there are.
+_ONGOING_OF_SERVICE = 64
+
+_GATEWAY: Mapping[str, Any] = {each.name: each.metadata for each in dataclasses.fields(GatewayConfig)}
+
+
+class ArgumentError(WeightdError):
+    """The arguments are not usable; the text has a line for each that is wrong."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of an application. Beside these it takes the keys of [models.NAME] but `path`."""
+
+    model: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The model file, at a path that each host has, or "sha256:…" as `weightd.ray.publish` returns it."""
+
+    name: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """The model's name in requests. Default: that of its file, without suffix."""
+
+    sha256: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
+    """The digest of the model: a replica that has another one does not serve. Default: that of the file, where the
+    application is built, if it can be read there."""
+
+    address: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """Where the host's own service is, as for `weightctl --socket`: a replica starts no daemon then. Default: each has
+    one of its own."""
+
+    tenant: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
+    """For whom that service is asked. Default: for the user that Ray runs as."""
+
+    directory: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
+    """The directory on each host for the daemons' files and published models, on a disk. Default: `ray` in the daemon's
+    own cache directory."""
+
+    max_ongoing_requests: int = field(default=0, metadata=integer(0, _MOST_ONGOING))
+    """Requests that a replica takes at once; others wait at Serve's routers. Default: 8 for each worker."""
+
+    max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY["max_body_bytes"])
+    """Bytes of a request over HTTP, once it is decompressed."""
+
+    max_memory_bytes: int = field(default=GatewayConfig.max_memory_bytes, metadata=_GATEWAY["max_memory_bytes"])
+    """Bytes of all requests that a replica receives or answers at once over HTTP."""
+
+    request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY["timeout"])
+    """Seconds that a request takes at most which says nothing of that itself."""
+
+    table: Mapping[str, Any] = field(
+        default_factory=dict[str, Any], metadata=derived(mapping(text(limits.MAX_PATH_BYTES), limits.MAX_MODELS))
+    )
+    """The keys of [models.NAME] that were given."""
+
+    workers_in_all: int = field(default=0, metadata=derived(integer(0, _MOST_ONGOING)))
+    """Worker processes of a replica; 0: they are of the host's service, and nobody knows."""
+
+    cores: int = field(default=1, metadata=derived(integer(0, _MOST_ONGOING)))
+    """Cores that a replica keeps busy."""
+
+    @property
+    def published(self) -> str:
+        """The digest of the published model that is to be served; "": it is a file."""
+        return self.model.removeprefix(PUBLISHED) if self.model.startswith(PUBLISHED) else ""
+
+    @property
+    def base(self) -> Path:
+        """The directory for the files of replicas."""
+        return Path(self.directory or Path(default_cache_dir(), "ray"))
+
+
+# What a replica's own daemon would need, and the host's has.
+_OF_OWN = ("model", "directory")
+_OF_SERVICE = ("tenant",)
+
+_MODEL_KEYS: Mapping[str, Kind] = {
+    each.name: each.metadata["kind"] for each in tables.keys(ModelConfig) if each.name != "path"
+}
+
+
+def read(args: Mapping[str, Any]) -> Arguments:
+    """Return what the arguments of an application say.
+
+    On a command line each is a text: what should be none is read as TOML has it.
+
+    Raises:
+        ArgumentError: they are not usable.
+    """
+    problems = Problems()
+    own = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.keys(Arguments)}
+    known = {**own, **_MODEL_KEYS}
+    given: dict[str, Any] = {}
+    for name, value in args.items():
+        with problems.at(f".{label(name)}"):
+            if name not in known:
+                raise FieldError(tables.unknown("argument", str(name), known))
+            given[name] = _typed(known[name], value)
+    with problems.at(""):
+        arguments = tables.read(Arguments, {key: given[key] for key in given if key in own}, problems)
+        if not problems.wrong():
+            arguments = _complete(arguments, {key: given[key] for key in given if key not in own}, problems)
+    if problems.errors:
+        raise ArgumentError("\n".join(map(str, problems.errors)))
+    return arguments
+
+
+def _typed(kind: Kind, value: Any) -> Any:
+    if type(value) is not str:
+        return value
+    try:
+        return kind.plain(kind.check(value))
+    except FieldError:
+        try:
+            return tomllib.loads(f"value = {value}")["value"]
+        except (ValueError, RecursionError):
+            return value
+
+
+def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
+    problems.note(_together(arguments, table))
+    problems.note(_of_digests(arguments), "model")
+    if problems.wrong():
+        return arguments
+    path = "" if arguments.published or not arguments.model else str(Path(arguments.model).absolute())
+    arguments = dataclasses.replace(
+        arguments,
+        model=path or arguments.model,
+        name=arguments.name or Path(arguments.model).stem,
+        sha256=arguments.published or arguments.sha256,
+        table=table,
+    )
+    workers, cores = 0, 1
+    if not arguments.address:
+        model = _checked(arguments, path or f"/{_stand_in(table)}", problems)
+        workers = model.workers * len(model.devices)
+        cores = 1 if model.on_cards else workers * model.threads
+    most = _ONGOING_OF_WORKER * workers if workers else _ONGOING_OF_SERVICE
+    return dataclasses.replace(
+        arguments,
+        max_ongoing_requests=arguments.max_ongoing_requests or max(most, _LEAST_ONGOING),
+        workers_in_all=workers,
+        cores=cores,
+    )
+
+
+def _together(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldError]:
+    if arguments.address:
+        given = [*(key for key in _OF_OWN if getattr(arguments, key)), *table]
+        yield from (
+            FieldError("it has no effect with address: the host's service has its own").at(f".{key}") for key in given
+        )
+        if not arguments.name:
+            yield FieldError("missing: with address it says which model of the host's service is asked").at(".name")
+        return
+    if not arguments.model:
+        yield FieldError("missing").at(".model")
+    for key in _OF_SERVICE:
+        if getattr(arguments, key):
+            yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
+    if arguments.published and not arguments.name:
+        yield FieldError("missing: a published model is known by its digest alone").at(".name")
+
+
+def _of_digests(arguments: Arguments) -> Iterator[FieldError]:
+    for key, value in (("model", arguments.published), ("sha256", arguments.sha256)):
+        is_given = value or (key == "model" and arguments.model.startswith(PUBLISHED))
+        if is_given and not _DIGEST.fullmatch(value):
+            yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {got(value)}").at(f".{key}")
+    if arguments.published and arguments.sha256 not in ("", arguments.published):
+        yield FieldError(f"expected that of the model, {arguments.published}, got {arguments.sha256}").at(".sha256")
+
+
+def _stand_in(table: Mapping[str, Any]) -> str:
+    """Return a file name such as that of the published model may be, which is not known here."""
+    engine = ENGINES.get(table.get("engine", ""))
+    return f"published{engine.suffix if engine else '.onnx'}"
+
+
+def _checked(arguments: Arguments, path: str, problems: Problems) -> ModelConfig:
+    """Return the daemon's table of the model, as the daemon itself checks it."""
+    models = {arguments.name: {"path": path, **arguments.table}}
+    try:
+        model, other = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
+    except ConfigError as error:
+        problems.note(FieldError(_of_argument(each, arguments.name)) for each in error.problems)
+        return ModelConfig(path)
+    for each in tables.keys(ModelConfig):
+        if getattr(model, each.name) != getattr(other, each.name):
+            problems.note(
+                [
+                    FieldError("expected an absolute path: there is nothing that it could be relative to").at(
+                        f".{each.name}"
+                    )
+                ]
+            )
+    return model
+
+
+def _of_argument(problem: str, name: str) -> str:
+    """Name the argument that stands for a key of the daemon's file."""
+    rest = problem.removeprefix(f"models.{label(name)}")
+    for key, argument in ((": ", "name: "), (".path", "model"), (".", "")):
+        if rest.startswith(key):
+            return argument + rest.removeprefix(key)
+    return rest

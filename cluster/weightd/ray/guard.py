@@ -1,0 +1,205 @@
+"""Stands between a replica and its daemon: starts it, starts it again if it ends, and ends it with the replica.
+
+A replica may be killed at any moment, alone or with the raylet above it, and Ray kills the children of whoever exits.
+So this process is nobody's child, and knows by the end of a pipe that the replica is no more; the daemon is its child,
+and the kernel ends it with this one. What both leave then, the next replica on this host removes (`rooms`).
+
+On stdin comes one line, the order in JSON, and then nothing until the end of file: that is the replica's. On stdout go
+lines of JSON, the reports. stderr is the log of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightd.protocol.errors import InvalidArgument, WeightdError
+from weightd.ray import configuration
+from weightd.ray.rooms import Room, room
+from weightd.shared.parent import die_with
+
+_ORDER = 0
+_REPORTS = 1
+_LOG = 2
+
+# Of the daemon, beyond those that it gives its requests: workers end, files are removed.
+_PATIENCE_S = 10.0
+
+# Before a daemon that has ended is started again: twice as much each time, and from the beginning after so long a life.
+_FIRST_PAUSE_S = 0.5
+_MOST_PAUSE_S = 30.0
+_LONG_LIFE_S = 60.0
+
+# An order is a few hundred bytes: the table of a model.
+_MOST_ORDER_BYTES = 256 * 1024
+
+# Exit statuses after which another start would end the same (weightd.daemon.exits): wrong usage or configuration, and,
+# in a directory that nobody else has, what cannot be created there.
+_FOR_GOOD = frozenset({64, 73, 78})
+
+
+def command(base: Path) -> list[str]:
+    """Return what starts a guard for a replica whose directories are in `base`."""
+    return [sys.executable, "-m", __name__, str(base)]
+
+
+def order(models: Mapping[str, configuration.Table]) -> bytes:
+    """Return what a guard is told: the tables of the models."""
+    return json.dumps({"models": models}).encode() + b"\n"
+
+
+class Pauses:
+    """How long is waited before each start."""
+
+    def __init__(self) -> None:
+        self._next = _FIRST_PAUSE_S
+
+    def after(self, life: float) -> float:
+        """Return the seconds to wait after a daemon that has lived so many."""
+        if life >= _LONG_LIFE_S:
+            self._next = _FIRST_PAUSE_S
+        pause, self._next = self._next, min(2 * self._next, _MOST_PAUSE_S)
+        return pause
+
+
+class Guard:
+    """Sees to one daemon, until it is told to end.
+
+    Args:
+        start: returns a new daemon.
+        ended: a descriptor that becomes readable, or ends, when that is so.
+        report: tells the replica.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], subprocess.Popen[bytes]],
+        ended: Sequence[int],
+        report: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._start = start
+        self._ended = ended
+        self._report = report
+        self._pauses = Pauses()
+
+    def run(self) -> None:
+        """Have a daemon all the time."""
+        while True:
+            began = time.monotonic()
+            self._report({"starts": True})
+            daemon = self._start()
+            try:
+                told_to_end = self._wait(daemon)
+            finally:
+                _stop(daemon)
+            if told_to_end:
+                return
+            status = daemon.returncode
+            if status in _FOR_GOOD:
+                self._report({"failed": f"the daemon ends with status {status}; the log of the replica says why"})
+                return
+            pause = self._pauses.after(time.monotonic() - began)
+            _log(f"the daemon has ended with status {status}: starts it again in {pause:g} s")
+            if select.select(self._ended, [], [], pause)[0]:
+                return
+
+    def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
+        """Return when the daemon has ended; or, and then True, when this is to end."""
+        died = os.pidfd_open(daemon.pid)
+        try:
+            return not {died}.issuperset(select.select([died, *self._ended], [], [])[0])
+        finally:
+            os.close(died)
+
+
+def main() -> int:
+    """Do all of it; return the exit status."""
+    line = _line()
+    if os.fork():
+        # Ray kills the children of a worker that exits; this one has things to remove first.
+        os._exit(0)
+    os.setsid()
+    with _told_to_end() as told:
+        try:
+            models = json.loads(line)["models"]
+            with room(Path(sys.argv[1])) as found:
+                (found.path / "weightd.toml").write_text(configuration.text(found.path, models), "utf-8")
+                _say({"address": configuration.address(found.path), "pid": os.getpid()})
+                Guard(lambda: _daemon(found), [_ORDER, told], _say).run()
+        except (WeightdError, OSError) as error:
+            _say({"failed": str(error)})
+            return 1
+    return 0
+
+
+def _daemon(found: Room) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    return subprocess.Popen(
+        [sys.executable, "-m", "weightd.daemon", "serve", str(found.path / "weightd.toml")],
+        stdin=subprocess.DEVNULL,
+        stdout=_LOG,
+        pass_fds=[found.held],
+        # There is one thread here.
+        preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+    )
+
+
+def _stop(daemon: subprocess.Popen[bytes]) -> None:
+    """End it, if it has not ended: in order, or else at once."""
+    daemon.terminate()
+    try:
+        daemon.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()
+
+
+def _line() -> str:
+    """Return the order, which may come in pieces."""
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(_ORDER, _MOST_ORDER_BYTES)
+        line += piece
+        if not piece or len(line) > _MOST_ORDER_BYTES:
+            raise InvalidArgument(f"expected an order, a line of at most {_MOST_ORDER_BYTES} bytes, got {len(line)}")
+    return line.decode()
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Generator[int, None, None]:
+    """Return what becomes readable at SIGTERM; a terminal's signals are for others."""
+    reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    # A thread of the replica may have blocked some, and who is started inherits that.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _nothing)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    yield reading
+
+
+def _nothing(number: int, frame: object) -> None:
+    """The wakeup is all that is wanted."""
+
+
+def _say(report: Mapping[str, Any]) -> None:
+    # Who would read it may have gone: then that is known by the other pipe.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(_REPORTS, json.dumps(report).encode() + b"\n")
+
+
+def _log(text: str) -> None:
+    print(f"weightd.ray: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""docs/cluster.md and the example are held to the code: arguments, bounds, what a YAML says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from weightd.protocol.schema import label
+from weightd.ray import cache, configuration
+from weightd.ray.arguments import Arguments, read
+from weightd.shared import tables
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = (REPOSITORY / "docs" / "cluster.md").read_text("utf-8")
+EXAMPLE = (REPOSITORY / "examples" / "ray" / "serve.yaml").read_text("utf-8")
+
+
+def test_each_argument_is_there_and_no_other() -> None:
+    table = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert named == [each.name for each in tables.keys(Arguments)]
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    room = len("/rooms/") + 8
+    assert f"has at most {configuration.MOST_DIRECTORY_BYTES - room} bytes" in PAGE
+    assert cache.MOST_UNUSED == 4
+    assert "the last four are kept" in PAGE
+
+
+def test_links_to_files_of_the_repository_lead_to_some() -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGE):
+        assert (REPOSITORY / "docs" / target).exists(), target
+
+
+@pytest.mark.parametrize("name", ["resnet", "words"])
+def test_the_arguments_of_the_example_are_good(name: str) -> None:
+    block = EXAMPLE.partition(f"name: {name}\n")[2].partition("deployments:")[0].partition("args:\n")[2]
+    lines = [each.partition("#")[0].strip() for each in block.splitlines()]
+    args = dict(each.split(": ", 1) for each in lines if ": " in each)
+    args.pop("batching", None)  # a map of YAML
+    assert label(read(args).name) == name

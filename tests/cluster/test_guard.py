@@ -1,0 +1,64 @@
+"""What stands between a replica and its daemon: it starts it again, and ends with the replica, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from weightd.ray import guard
+from weightd.ray.guard import Guard, Pauses
+
+
+def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
+    pauses = Pauses()
+    assert [pauses.after(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [pauses.after(60), pauses.after(59)] == [0.5, 1]
+
+
+@pytest.fixture
+def leash() -> Iterator[tuple[int, int]]:
+    """What a guard waits for the end of, and what ends it."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    for each in (reading, writing):
+        with contextlib.suppress(OSError):
+            os.close(each)
+
+
+def program(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
+
+
+def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_FIRST_PAUSE_S", 0.001)
+    reports: list[Mapping[str, Any]] = []
+    codes = ["raise SystemExit(2)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(78)"]
+    Guard(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
+    assert not codes
+    assert [each.get("starts") for each in reports] == [True, True, True, None]
+    assert reports[-1]["failed"].startswith("the daemon ends with status 78")
+
+
+def test_one_that_would_end_the_same_way_again_is_not(leash: tuple[int, int]) -> None:
+    reports: list[Mapping[str, Any]] = []
+    Guard(lambda: program("raise SystemExit(78)"), leash[:1], reports.append).run()
+    assert len(reports) == 2
+
+
+def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        os.close(leash[1])
+        started.append(program("import time; time.sleep(60)"))
+        return started[0]
+
+    Guard(start, leash[:1], lambda _: None).run()
+    assert started[0].returncode == -signal.SIGTERM

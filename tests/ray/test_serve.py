@@ -1,0 +1,285 @@
+"""One node: what is asked over HTTP and by handles, what goes wrong, and how a replica ends."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from numpy.typing import NDArray
+from ray import serve
+from ray.exceptions import RayActorError
+
+from testkit import models
+from testkit.census import families
+from testkit.memory import rollup
+from testkit.raynodes import Nodes
+from testkit.service import Service
+from testkit.waiting import until
+from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
+
+from .asking import Questions, ask, inference, output
+
+TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def app(one: Nodes, zoo: Path) -> Iterator[Nodes]:
+    """The node with a model, a.onnx at /m."""
+    one.run(one.application("m", {"model": str(zoo / "a.onnx"), "workers": 2}))
+    yield one
+    one.delete("m")
+
+
+def test_over_http_it_is_the_gateway(app: Nodes, questions: Questions) -> None:
+    reply = ask(app.http, "/m/v2/models/a/infer", questions.bodies[0], traceparent=TRACE)
+    assert reply.status == 200
+    assert questions.model_of(0, output(reply.body)) == "a"
+    assert reply.headers["traceparent"] == TRACE
+    assert ask(app.http, "/m/v2/models/a/ready").body == b'{"name":"a","ready":true}'
+    assert ask(app.http, "/m/v2/health/ready").status == 200
+    # Whoever stands before Serve may know who asks; a replica does not look.
+    assert ask(app.http, "/m/v2/models/a", Authorization="Bearer x").status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/m/v2/models/b", None, 404, b"b"),
+        ("/m/nothing", None, 404, b"there is nothing at /nothing"),
+        ("/m/v2/models/a/infer", b"{}", 400, b"inputs"),
+        ("/m/v2/models/a/infer", b"x" * (65 * 2**20), 413, b"max_body_bytes"),
+        ("/m/v2/repository/models/a/load", b"", 400, b"weightctl"),
+    ],
+)
+def test_an_error_over_http_is_the_gateways(
+    app: Nodes, path: str, body: bytes | None, status: int, text: bytes
+) -> None:
+    reply = ask(app.http, path, body)
+    assert (reply.status, reply.is_ours) == (status, True)
+    assert text in reply.body
+
+
+def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: Questions) -> None:
+    handle = serve.get_app_handle("m")
+    x = questions.inputs[1]
+    for given in (x, ray.put(x)):
+        y = handle.infer.remote({"x": given}, outputs=["y"]).result()["y"]
+        assert questions.model_of(1, y) == "a"
+    assert handle.metadata.remote().result()["name"] == "a"
+
+
+def test_an_error_by_a_handle_is_what_it_is(app: Nodes, questions: Questions) -> None:
+    handle = serve.get_app_handle("m")
+    with pytest.raises(InvalidArgument, match="z is not an input"):
+        handle.infer.remote({"z": questions.inputs[0]}).result()
+    with pytest.raises(InvalidArgument, match="timeout") as found:
+        handle.infer.remote({"x": questions.inputs[0]}, timeout=-1).result()
+    assert found.value.code == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("error", [Unavailable("x", retry_after=1.5), DeadlineExceeded("y")])
+def test_an_error_keeps_its_fields_on_its_way(app: Nodes, error: RequestError) -> None:
+    del app
+
+    @ray.remote
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as found:
+        ray.get(fails.remote())
+    assert (found.value.code, found.value.retry_after) == (error.code, error.retry_after)
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.retry_after) == (str(error), error.retry_after)
+
+
+def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None:
+    model = models.tiny(tmp_path / "wide.onnx")
+    one.run(one.application("wide", {"model": str(model)}))
+    x = np.random.default_rng(1).standard_normal((60_000, 64)).astype(np.float32)
+    handle = serve.get_app_handle("wide")
+    direct = handle.infer.remote({"x": x}).result()["y"]
+    (replica,) = one.replicas("wide")
+    before = rollup(replica)["Anonymous"]
+    kept = handle.infer.remote({"x": ray.put(x)}).result()["y"]
+    assert np.array_equal(direct, kept)
+    # Neither the input nor the output was memory of the replica's own.
+    assert rollup(replica)["Anonymous"] - before < x.nbytes / 2
+    few = handle.infer.remote({"x": x[:1]}).result()["y"]
+    assert np.allclose(direct[:1], few, rtol=1e-5)
+    one.delete("wide")
+
+
+@pytest.fixture(scope="module")
+def slow(one: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A model at /slow that takes a second or more for SLOW, with one worker."""
+    model = models.mlp(tmp_path_factory.mktemp("slow") / "slow.onnx", layers=4, width=1024)
+    one.run(one.application("slow", {"model": str(model), "canary": "off"}))
+    yield one
+    one.delete("slow")
+
+
+SLOW = np.zeros((6_000, 1024), np.float32)
+
+
+def binary(x: NDArray[Any]) -> tuple[bytes, Mapping[str, str]]:
+    """Return body and header of a request for one input, x, whose bytes follow the JSON."""
+    asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+    header = json.dumps({"inputs": [asked]}).encode()
+    return header + x.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
+
+
+def under_way(nodes: Nodes) -> int:
+    """Return how many requests the daemon of the slow model has."""
+    lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
+    families = ("weightd_requests_running{", "weightd_requests_queued{")
+    return sum(int(float(each.rpartition(" ")[2])) for each in lines if each.startswith(families))
+
+
+def cancelled(nodes: Nodes) -> list[str]:
+    """Return what the daemon has counted of requests that were taken back."""
+    lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
+    return [each for each in lines if "CANCELLED" in each]
+
+
+def test_a_deadline_is_the_requests_own(slow: Nodes) -> None:
+    handle = serve.get_app_handle("slow")
+    with pytest.raises(DeadlineExceeded):
+        handle.infer.remote({"x": SLOW}, timeout=0.05).result()
+
+
+def test_a_request_that_is_cancelled_is_taken_back(slow: Nodes) -> None:
+    before = cancelled(slow)
+    handle = serve.get_app_handle("slow")
+    first = handle.infer.remote({"x": SLOW})
+    second = handle.infer.remote({"x": SLOW})
+    time.sleep(0.3)
+    second.cancel()
+    first.result()
+    until(lambda: cancelled(slow) != before, "it is taken back")
+
+
+def test_a_caller_that_hangs_up_takes_its_request_back(slow: Nodes) -> None:
+    before = cancelled(slow)
+    body, header = binary(SLOW)
+    connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
+    connection.request("POST", "/slow/v2/models/slow/infer", body, header)
+    time.sleep(0.5)
+    connection.close()
+    until(lambda: cancelled(slow) != before, "it is taken back")
+
+
+def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, questions: Questions) -> None:
+    (guard,) = app.guards("m")
+    pid = daemon_of(guard)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
+    seen: set[int] = set()
+
+    def answers() -> bool:
+        seen.add(ask(app.http, "/m/v2/models/a/infer", questions.bodies[2]).status)
+        return 200 in seen
+
+    until(answers, "the next daemon answers", 60)
+    assert seen <= {200, 503}
+    assert app.guards("m") == [guard]
+
+
+def test_a_replica_with_another_model_does_not_serve(one: Nodes, zoo: Path) -> None:
+    other = "ab" * 32
+    found = hashlib.sha256((zoo / "a.onnx").read_bytes()).hexdigest()
+    wrong = one.application("wrong", {"model": str(zoo / "a.onnx"), "sha256": other}, max_constructor_retry_count=1)
+    one.deploy(wrong)
+
+    def message() -> str:
+        told = serve.status().applications["wrong"].deployments.get("weightd")
+        return told.message if told is not None and other in told.message else ""
+
+    text = until(message, "Serve tells why", 60)
+    assert found in text
+    one.delete("wrong")
+
+
+def test_arguments_that_are_wrong_are_told_by_serve(one: Nodes) -> None:
+    one.deploy(one.application("wrong", {"model": "/none.onnx", "workers": 0}))
+    text = until(lambda: serve.status().applications["wrong"].message, "Serve tells why", 60)
+    assert "workers: expected integer, 1 to 1024, got int 0" in text
+    one.delete("wrong")
+
+
+def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path, questions: Questions) -> None:
+    with Service({"a": {"path": zoo / "a.onnx", "workers": 1}}) as service:
+        one.run(one.application("host", {"address": service.address, "name": "a"}))
+        reply = ask(one.http, "/host/v2/models/a/infer", questions.bodies[3])
+        assert questions.model_of(3, output(reply.body)) == "a"
+        one.delete("host")
+        assert Path(f"/proc/{service.pid}").exists()
+
+
+def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: Questions) -> None:
+    (guard,) = app.guards("m")
+    room = room_of(app, guard)
+    (replica,) = app.replicas("m")
+    os.kill(replica, signal.SIGKILL)
+    until(lambda: not room.exists(), "its files are gone")
+    until(lambda: guard not in app.pids("weightd.ray.guard"), "its guard ends")
+    until(lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another serves", 60)
+
+
+def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow: Nodes) -> None:
+    one = SLOW[:1]
+    handle = serve.get_app_handle("slow")
+    with ThreadPoolExecutor(1) as pool:
+        # A worker that does not go on keeps both under way.
+        os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+        by_handle = handle.infer.remote({"x": one})
+        by_http = pool.submit(ask, slow.http, "/slow/v2/models/slow/infer", inference(one))
+        until(lambda: under_way(slow) == 2, "both are under way")
+        os.kill(slow.replicas("slow")[0], signal.SIGKILL)
+        with pytest.raises(RayActorError):
+            by_handle.result()
+        reply = by_http.result()
+    # Serve's own words, and not weightd's: see docs/cluster.md.
+    assert (reply.status, reply.is_ours) == (500, False)
+
+
+def test_what_serve_itself_gives_up_is_taken_back(slow: Nodes) -> None:
+    until(lambda: ask(slow.http, "/slow/v2/models/slow/ready").status == 200, "another replica serves", 60)
+    body, header = binary(SLOW)
+    before = cancelled(slow)
+    header = {**header, "X-Request-Timeout-Seconds": "1.0"}
+    os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+    connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
+    connection.request("POST", "/slow/v2/models/slow/infer", body, header)
+    assert connection.getresponse().status == 408
+    connection.close()
+    until(lambda: cancelled(slow) != before, "it is taken back")
+
+
+def worker_of(guard: int) -> int:
+    (pid,) = (each for each in families([guard]) if b".w1\0" in Path(f"/proc/{each}/cmdline").read_bytes())
+    return pid
+
+
+def daemon_of(guard: int) -> int:
+    (pid,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    return int(pid)
+
+
+def room_of(nodes: Nodes, guard: int) -> Path:
+    command = Path(f"/proc/{daemon_of(guard)}/cmdline").read_bytes().decode()
+    (room,) = (each for each in (nodes.base / "rooms").iterdir() if str(each) in command)
+    return room

@@ -1,0 +1,3 @@
+from typing import Any
+
+def _get_global_client() -> Any: ...
