@@ -73,7 +73,7 @@ class Replica:
         self._address = await self._daemon.start()
         config = GatewayConfig(
             max_body_bytes=arguments.max_body_bytes,
-            max_memory_bytes=max(arguments.max_memory_bytes, arguments.max_body_bytes),
+            max_memory_bytes=max(arguments.max_memory_bytes, 2 * arguments.max_body_bytes),
             # Serve counts them: these are never fewer.
             max_in_flight=max(GatewayConfig.max_in_flight, 2 * arguments.max_ongoing_requests),
             timeout=arguments.request_timeout,
