@@ -94,10 +94,12 @@ def run(setup: Setup) -> ClusterFigures:
         raise UnavailableError(f"{error}: run it by `make bench-cluster`") from None
     if setup.engine != material.ENGINES[0]:
         raise UnavailableError("cluster: expected --engine onnxruntime: the plain replicas have no other")
-    with nodes(1) as one:
-        rates = _throughput(one, setup)
-    with nodes(NODES) as several:
-        pss = _memory(several, setup.workers)
+    # Ray prints what it has to say of its processes where the figures are to be.
+    with contextlib.redirect_stdout(sys.stderr):
+        with nodes(1) as one:
+            rates = _throughput(one, setup)
+        with nodes(NODES) as several:
+            pss = _memory(several, setup.workers)
     ratios = {name: ratio(rates["weightd"], rates[name]) for name in ("empty", "silent")}
     return ClusterFigures(
         engine=setup.engine,
