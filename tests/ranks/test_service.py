@@ -93,8 +93,9 @@ def test_a_group_goes_on_when_the_daemon_is_restarted(service: ManagedService, q
     assert (after.number, {each.pid for each in after.processes}) == (before.number, pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("who", ["rank0", "rank1", "broker"])
+@pytest.mark.parametrize(
+    ("who", "number"), [("rank0", signal.SIGKILL), ("rank1", signal.SIGSTOP), ("broker", signal.SIGKILL)]
+)
 def test_who_is_lost_takes_the_group_along_and_no_request(
     service: Service, questions: Sequence[Question], who: str, number: signal.Signals
 ) -> None:

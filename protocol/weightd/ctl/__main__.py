@@ -25,6 +25,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.version import VERSION
 from weightd.shared.commandline import Parser
+from weightd.shared.interrupts import never_lost
 from weightd.shared.journal import prefixed, to_journal
 
 VERBS: Dict[str, Verb] = {
@@ -60,7 +61,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            return _run(parser().parse_args(arguments))
+            with never_lost():
+                return _run(parser().parse_args(arguments))
         finally:
             if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
                 sys.stdout.flush()

@@ -1,10 +1,15 @@
-"""Ctrl-C while a program is still imported."""
+"""Ctrl-C where it would print where Python was, or be lost."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from typing import Generator
+import sys
+import threading
+from typing import Any, Generator
+
+_SOON_S = 0.01
 
 
 @contextlib.contextmanager
@@ -19,3 +24,34 @@ def silent_while_importing() -> Generator[None, None, None]:
     yield
     if python_handles:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def never_lost() -> Generator[None, None, None]:
+    """Have a KeyboardInterrupt that somebody swallows come again, until the block ends with it.
+
+    pyzmq looks for signals where it cannot raise: Python then prints the exception, and the program goes on. Python 3.7
+    does not tell of that.
+    """
+    before, printing = getattr(sys, "unraisablehook", None), sys.excepthook
+
+    def swallowed(told: Any) -> None:
+        if issubclass(told.exc_type, KeyboardInterrupt):
+            # Not from here, where it would be swallowed, too.
+            again = threading.Timer(_SOON_S, os.kill, (os.getpid(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+        elif before is not None:
+            before(told)
+
+    def printed(kind: Any, error: Any, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            printing(kind, error, trace)
+
+    sys.unraisablehook, sys.excepthook = swallowed, printed
+    try:
+        yield
+    finally:
+        sys.excepthook = printing
+        if before is not None:
+            sys.unraisablehook = before
