@@ -11,17 +11,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from weightd.daemon.host.directories import make_directory
 from weightd.protocol import limits
 from weightd.protocol.errors import FailedPrecondition
+from weightd.ray.rooms import locked
 from weightd.shared.modelfile import ModelFileError, digest
 
 # Models that nobody uses are kept for who comes next, so many of them; a rolling update goes back and forth.
@@ -110,7 +110,7 @@ class Cache:
         make_directory(self._models.parent, _MODE)
         make_directory(self._models, _MODE)
         place = self._models / sha256
-        with _locked(self._models / "lock"):
+        with locked(self._models / "lock"):
             # Of who was killed while it fetched.
             shutil.rmtree(self._new, ignore_errors=True)
             if _digest_of(place) != sha256:
@@ -202,13 +202,3 @@ def _is_used(place: Path) -> bool:
     finally:
         os.close(held)
     return False
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None, None, None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -46,7 +46,7 @@ def room(base: Path) -> Generator[Room, None, None]:
     rooms = base / "rooms"
     make_directory(base, _MODE)
     make_directory(rooms, _MODE)
-    with _locked(base / "lock"):
+    with locked(base / "lock"):
         _sweep(rooms)
         path = Path(tempfile.mkdtemp(prefix="", dir=rooms))
         held = _open(path / "here")
@@ -60,7 +60,12 @@ def room(base: Path) -> Generator[Room, None, None]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Generator[None, None, None]:
+def locked(path: Path) -> Generator[None, None, None]:
+    """Have a lock file to oneself within the block; who has it is waited for.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
