@@ -22,9 +22,7 @@ BROKEN = f"{HOME}/broken.onnx"
 QUESTIONS = f"{HOME}/questions.npz"
 MINDIR_QUESTIONS = f"{HOME}/mindir-questions.npz"
 
-SLOW_PYTHON = f"{HOME}/slow-python"
 STUCK_PYTHON = f"{HOME}/stuck-python"
-SLOW_S = 4
 STUCK = f"{HOME}/stuck"
 
 # Stands before the real one on the path, and hangs where a model is built.
@@ -56,9 +54,15 @@ def lay_out(manager: Manager, scratch: Path) -> None:
     for each in scratch.iterdir():
         shutil.copyfile(each, home / each.name)
         (home / each.name).chmod(0o644)
-    manager.write(SLOW_PYTHON, f'#!/bin/sh\nsleep {SLOW_S}\nexec {manager.python} "$@"\n', 0o755)
     manager.write(STUCK_PYTHON, f'#!/bin/sh\nPYTHONPATH={STUCK} exec {manager.python} "$@"\n', 0o755)
     manager.write(f"{STUCK}/onnxruntime.py", _STUCK)
+
+
+def slow_python(manager: Manager, seconds: int) -> str:
+    """Return the path of an interpreter that takes as long to begin."""
+    path = f"{HOME}/slow-python-{seconds}"
+    manager.write(path, f'#!/bin/sh\nsleep {seconds}\nexec {manager.python} "$@"\n', 0o755)
+    return path
 
 
 def _questions(model: Path, engine: str, out: Path) -> None:

@@ -14,6 +14,7 @@ from .service import MLP, Weightd
 pytestmark = pytest.mark.e2e
 
 WATCHDOG_S = 2
+LONGER_S = 4
 
 # 2 GB in numbers of four bytes; the service may have a fifth of it.
 TOO_MUCH = 500_000_000
@@ -22,7 +23,8 @@ RECOVERY_S = 60.0
 
 
 def test_a_service_that_replaces_its_workers_for_longer_than_systemd_waits_is_left_alone(weightd: Weightd) -> None:
-    slow = {**MLP, "workers": 1, "python": materials.SLOW_PYTHON, "watchdog": 1}
+    python = materials.slow_python(weightd.manager, LONGER_S)
+    slow = {**MLP, "workers": 1, "python": python, "watchdog": 1}
     weightd.configure({"mlp": slow})
     weightd.drop_in(f"WatchdogSec={WATCHDOG_S}")
     weightd.start()
