@@ -25,7 +25,11 @@ MINDSPORE := .venv-mindspore
 RIVAL := .venv-rival
 RAY := .venv-ray
 BIN := $(VENV)/bin
-INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
+
+# What installs into the environment $(1): uv where it is on the path, in seconds; else pip, which takes a core a minute.
+UV ?= $(shell command -v uv)
+install = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,\
+$(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -37,6 +41,9 @@ demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ##
 
 test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite [EXAMPLES=1]
 	@$(MAKE) --no-print-directory --jobs 2 test-most test-oldest
+
+# numpy begins no threads of its own here: hundreds of processes would each pay for as many as there are cores.
+test-most test-oldest test-ranks: export OPENBLAS_NUM_THREADS = 1
 
 test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) --ignore tests/ranks --ignore tests/ray
 
@@ -126,41 +133,41 @@ $(MINDSPORE): $(MINDSPORE)/.made
 $(VENV)/.made: pyproject.toml
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found; on Debian: apt install python3.11-venv, elsewhere: make PYTHON=...))
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/$(INSTALL) --upgrade 'pip>=25.1'  # the first that knows --group
-	$(VENV)/$(INSTALL) --editable '.[daemon,gateway,onnxruntime]' --group test
+	$(call install,$(VENV)) --upgrade 'pip>=25.1'  # the first that knows --group
+	$(call install,$(VENV)) --editable '.[daemon,gateway,onnxruntime]' --group test
 	@touch $@
 
 $(VENV)/.made-lint: $(VENV)/.made
-	$(VENV)/$(INSTALL) --group lint
+	$(call install,$(VENV)) --group lint
 	@touch $@
 
 $(VENV)/.made-fuzz: $(VENV)/.made
-	$(VENV)/$(INSTALL) --group fuzz
+	$(call install,$(VENV)) --group fuzz
 	@touch $@
 
 # The engine is that of the other environment, to the version, and so is numpy where the rival takes it.
 $(RIVAL)/.made $(RIVAL)-mlserver/.made: .venv-%/.made: benchmarks/requirements/%.txt $(VENV)/.made
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -m pip freeze | grep -E '^(numpy|onnxruntime)==' >$(@D)/requirements.txt
-	$(@D)/$(INSTALL) --requirement $(@D)/requirements.txt --requirement $<
+	$(call install,$(@D)) --requirement $(@D)/requirements.txt --requirement $<
 	@touch $@
 
 # Its server brings a libpython, which reads the standard library of this interpreter: the system's is made like it.
 $(RIVAL)-pytriton/.made: benchmarks/requirements/rival-pytriton.txt $(VENV)/.made
 	$(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3) $(PYTHON)) -m venv $(@D)
 	$(BIN)/python -m pip freeze | grep -E '^onnxruntime==' >$(@D)/requirements.txt
-	$(@D)/$(INSTALL) --requirement $(@D)/requirements.txt --requirement $<
+	$(call install,$(@D)) --requirement $(@D)/requirements.txt --requirement $<
 	@touch $@
 
 $(RIVAL)-client/.made: benchmarks/requirements/rival-client.txt $(VENV)/.made
 	$(BIN)/python -m venv $(@D)
-	$(@D)/$(INSTALL) --requirement $<
+	$(call install,$(@D)) --requirement $<
 	@touch $@
 
 # weightd gets in by a .pth file: its build backend does not run on 3.7, so an editable install there is impossible.
 $(MSLITE)/.made: .ci/requirements-mslite.txt
 	python37=$$(.ci/find-python37) && "$$python37" -m venv $(MSLITE)
-	$(MSLITE)/$(INSTALL) --requirement $<
+	$(call install,$(MSLITE)) --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) > $(MSLITE)/lib/python3.7/site-packages/weightd.pth
 	@touch $@
 
@@ -168,22 +175,22 @@ $(MSLITE)/.made: .ci/requirements-mslite.txt
 $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
 	$(PYTHON) -m venv $(MINDSPORE)
-	$(MINDSPORE)/$(INSTALL) --no-compile --requirement $<
+	$(call install,$(MINDSPORE)) --no-compile --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
 	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
 	@touch $@
 
 .venv-kserve/.made: .ci/requirements-kserve.txt $(VENV)/.made
 	$(BIN)/python -m venv $(@D)
-	$(@D)/$(INSTALL) --requirement $<
+	$(call install,$(@D)) --requirement $<
 	@touch $@
 
 # weightd is editable there, as in the other one: replicas run what is being worked at.
 $(RAY)/.made: .ci/requirements-ray.txt pyproject.toml
 	$(if $(PYTHON),,$(error no Python 3.10 or later with venv found))
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/$(INSTALL) --upgrade 'pip>=25.1'
-	$(RAY)/$(INSTALL) --requirement $< --editable '.[daemon,gateway,onnxruntime]' --group test
+	$(call install,$(RAY)) --upgrade 'pip>=25.1'
+	$(call install,$(RAY)) --requirement $< --editable '.[daemon,gateway,onnxruntime]' --group test
 	@touch $@
 
 mindspore-if-possible:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from testkit.fakedaemon import FakeDaemon, Handler, address, client, daemon, directory
-from weightd.ctl.__main__ import main
+from weightd.ctl.command import main
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Error, InferResponse, ResponseDescription, TensorSpec
 from weightd.protocol.messages.status import ExecutionsStatus, ModelStatus, StatusResponse

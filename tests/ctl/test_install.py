@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Tuple
 import pytest
 
 from weightd.ctl import exits
-from weightd.ctl.__main__ import main
+from weightd.ctl.command import main
 from weightd.ctl.install import files, plan, program
 from weightd.ctl.install.files import State
 

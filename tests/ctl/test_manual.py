@@ -8,7 +8,7 @@ from typing import Iterator, Tuple
 import pytest
 
 from weightd.ctl import exits, manual
-from weightd.ctl.__main__ import parser
+from weightd.ctl.command import parser
 from weightd.shared.manual.commands import Argument, read
 
 WEIGHTCTL = read(parser())

@@ -13,7 +13,7 @@ import pytest
 
 from testkit.fakedaemon import FakeDaemon, echo
 from weightd.ctl import exits
-from weightd.ctl.__main__ import main
+from weightd.ctl.command import main
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse
 from weightd.protocol.messages.data import TensorSignature
@@ -131,7 +131,7 @@ def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
 def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[str]) -> None:
     if variable is None:
         monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
-        monkeypatch.setattr("weightd.ctl.__main__.default_address", lambda: address)
+        monkeypatch.setattr("weightd.ctl.command.default_address", lambda: address)
     else:
         monkeypatch.setenv("WEIGHTD_SOCKET", variable)
 

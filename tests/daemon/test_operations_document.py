@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from weightd.daemon import exits
-from weightd.daemon.__main__ import parser
+from weightd.daemon.command import parser
 from weightd.daemon.config import identities, listeners
 from weightd.daemon.config import load as config
 from weightd.shared.manual.commands import read

@@ -21,8 +21,8 @@ import zmq
 
 from testkit import models
 from testkit.service import Service
-from weightd.ctl.__main__ import parser as ctl_parser
-from weightd.daemon.__main__ import parser
+from weightd.ctl.command import parser as ctl_parser
+from weightd.daemon.command import parser
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import Incoming

@@ -127,7 +127,7 @@ def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> N
 
 
 def test_no_other_verb_waits_until_asyncio_is_imported() -> None:
-    program = "import sys, weightd.ctl.__main__; sys.exit('asyncio' in sys.modules)"
+    program = "import sys, weightd.ctl.command; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon import exits
-from weightd.daemon.__main__ import parser
+from weightd.daemon.command import parser
 from weightd.daemon.config import load as config
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.devices import DeviceConfig

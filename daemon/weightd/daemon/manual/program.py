@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weightd.daemon import exits
-from weightd.daemon.__main__ import parser
+from weightd.daemon.command import parser
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
 from weightd.shared.manual.page import describe, table

@@ -1,0 +1,182 @@
+"""The command `weightctl`."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from typing import Dict, List, Optional
+
+from weightd.client.address import default_address
+from weightd.client.client import Client
+from weightd.client.session import DEFAULT_TIMEOUT_S
+from weightd.ctl import events, exits, health, keygen, logs, metadata, metrics, models, reload, update
+from weightd.ctl.advise import verb as advise
+from weightd.ctl.bench import verb as bench
+from weightd.ctl.install import verb as install
+from weightd.ctl.predict import verb as predict
+from weightd.ctl.status import verb as status
+from weightd.ctl.text import clean_lines
+from weightd.ctl.top import verb as top
+from weightd.ctl.verb import Ended, NotReached, Verb
+from weightd.protocol import limits
+from weightd.protocol.errors import RequestError, WeightdError
+from weightd.protocol.version import VERSION
+from weightd.shared.commandline import Parser
+from weightd.shared.interrupts import never_lost
+from weightd.shared.journal import prefixed, to_journal
+
+VERBS: Dict[str, Verb] = {
+    "status": status.VERB,
+    "top": top.VERB,
+    "metrics": metrics.VERB,
+    "models": models.VERB,
+    "metadata": metadata.VERB,
+    "health": health.VERB,
+    "predict": predict.VERB,
+    "events": events.VERB,
+    "logs": logs.VERB,
+    "bench": bench.VERB,
+    "advise": advise.VERB,
+    "update": update.VERB,
+    "update-weights": update.WEIGHTS_VERB,
+    "reload": reload.VERB,
+    "keygen": keygen.VERB,
+    "install-units": install.VERB,
+}
+
+# For a reload that systemd orders: the descriptor, and the priority of syslog.
+_STDERR, _ERROR = 2, 3
+
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Run the command; return its exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name or a path may hold what the terminal's encoding has not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            with never_lost():
+                return _run(parser().parse_args(arguments))
+        finally:
+            if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        return exits.INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return exits.BROKEN_PIPE
+    except OSError as error:
+        _forget_stdout()
+        print(f"weightctl: cannot write the output: {error.strerror}", file=sys.stderr)
+        return exits.CANNOT_WRITE
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        verb: Verb = options.verb
+        return verb.run(options, lambda: _connect(options))
+    except Ended as error:
+        _explain(error.code, error, as_json=options.json)
+        return error.status
+    except RequestError as error:
+        _explain(error.code, error, as_json=options.json)
+        return exits.ERROR
+    except WeightdError as error:
+        _explain("PROTOCOL", error, as_json=options.json)
+        return exits.PROTOCOL
+
+
+def _connect(options: argparse.Namespace) -> Client:
+    try:
+        keys = {"key": options.key, "server_key": options.server_key}
+        return Client(options.socket or default_address(), timeout=options.timeout, tenant=options.tenant, **keys)
+    except RequestError as error:
+        raise NotReached(error) from None
+
+
+def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": {"code": code, "text": str(error)}}))
+    else:
+        text = f"{code}: {clean_lines(str(error))}"
+        print(prefixed(text, _ERROR) if to_journal(os.environ, _STDERR) else text, file=sys.stderr)
+
+
+def _forget_stdout() -> None:
+    """Let the interpreter's last flush at exit go nowhere: it could only fail again, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
+    parser = Parser(
+        prog="weightctl",
+        description="Asks a running weightd.",
+        epilog=exits.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
+    _add_common(parser, {"socket": "", "timeout": DEFAULT_TIMEOUT_S, "json": False})
+    verbs = parser.add_subparsers(metavar="VERB", dest="name")
+    verbs.required = True
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        # Common options may stand before the verb or after it; the later one counts.
+        _add_common(sub, {})
+        verb.add_arguments(sub)
+        sub.set_defaults(verb=verb, fail=sub.error, parser=parser)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
+    """Add the common options; what has no default here keeps what it has elsewhere, or none."""
+    default = defaults.get if defaults else _suppressed
+    parser.add_argument(
+        "--socket",
+        default=default("socket"),
+        metavar="ADDRESS",
+        help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
+        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the running daemon of this user or of the "
+        "system)",
+    )
+    parser.add_argument(
+        "--timeout",
+        default=default("timeout"),
+        type=_seconds,
+        metavar="S",
+        help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
+    )
+    parser.add_argument("--json", action="store_true", default=default("json"), help="print one JSON object")
+    parser.add_argument(
+        "--key", default=default("key"), metavar="FILE", help="this client's secret key, for a listener with CURVE"
+    )
+    parser.add_argument(
+        "--server-key", default=default("server_key"), metavar="FILE", help="the public key of that listener"
+    )
+    parser.add_argument(
+        "--tenant", default=default("tenant"), metavar="NAME", help="ask for this tenant, if it may be acted for"
+    )
+
+
+def _suppressed(_: str) -> object:
+    return argparse.SUPPRESS
+
+
+def _seconds(argument: str) -> float:
+    try:
+        seconds = float(argument)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {argument!r}"
+        )
+    return seconds

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from weightd.shared.imports import uncollected
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_is_back_whatever_the_import_does(fails: bool) -> None:
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+            kept = [None]
+            if fails:
+                raise ImportError
+    except ImportError:
+        assert fails
+    assert gc.isenabled()
+    assert not any(each is kept for each in gc.get_objects())
+    gc.unfreeze()
