@@ -19,10 +19,13 @@ class Seats:
     Args:
         most: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
         most_bytes: of all of them.
+
+    Attributes:
+        most: as above.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
+        self.most = most
         self._most_bytes = most_bytes
         self._shares = Shares(most)
         self._bytes = Shares(most_bytes)
@@ -45,7 +48,7 @@ class Seats:
             ResourceExhausted: there are as many as there may be.
         """
         if not self._shares.take(caller):
-            raise _exhausted(f"its share of {self._most} requests", "max_in_flight")
+            raise _exhausted(f"its share of {self.most} requests", "max_in_flight")
         seat = Seat(self._bytes, self._most_bytes, caller)
         try:
             yield seat

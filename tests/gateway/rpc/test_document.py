@@ -32,7 +32,7 @@ def test_each_bound_is_there() -> None:
         f"has no tensors is {calls.MOST_ASKED_BYTES // 1024} KiB at most",
         f"raw content has {requests.MOST_HEADER_BYTES >> 20} MiB, and {arrays.MOST_VALUES:,} values, at most",
         f"{requests.MOST_ODD_BYTES >> 20} MiB in a message of more than {cutting.MOST_FIELDS} fields",
-        f"`max_in_flight` + {streams.MOST_STREAMS + front.MOST_OPEN + front.SPARE_CALLS} calls",
+        f"`max_in_flight` + {calls.UNSENT_CALLS} calls",
         f"Answers of {calls.LEAST_KEPT // 1024} KiB and more",
         f"a text of {errors.MAX_TEXT_BYTES:,} bytes at most",
     ):
