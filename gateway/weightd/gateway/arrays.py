@@ -187,8 +187,8 @@ def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
             array = np.array(flat, dtype)
     except OverflowError:
         array = None
-    # What is too large for 32 bits has become infinity; JSON has none, and gRPC's lists hold what they say.
-    if array is None or (dtype.kind == "f" and not np.isfinite(array).all() and all(map(math.isfinite, flat))):
+    # What is too large has become infinity, which JSON has not: for Python, 1e999 is.
+    if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
 

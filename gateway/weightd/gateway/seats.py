@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Generator
 
 from weightd.gateway.callers import Caller
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.shares import Shares
 from weightd.protocol.errors import ResourceExhausted
 
@@ -60,7 +61,8 @@ class Seats:
         """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
 
         Raises:
-            ResourceExhausted: there is no room for them.
+            TooLarge: there will never be room for them.
+            ResourceExhausted: there is none now.
         """
         seat = Seat(self._bytes, self._most_bytes, caller)
         seat.take(nbytes)
@@ -86,9 +88,12 @@ class Seat:
         """Keep so many more bytes of the request, until its end.
 
         Raises:
-            ResourceExhausted: there is no room for them.
+            TooLarge: there will never be room for so many.
+            ResourceExhausted: there is none now.
         """
-        if not self._shares.take(self._caller, nbytes):
+        if self._nbytes + nbytes > self._most:
+            raise TooLarge(f"expected at most {self._most} bytes of a request or an answer (max_memory_bytes)")
+        if not self._shares.take(self._caller, nbytes, self._nbytes):
             raise _exhausted(f"its share of {self._most} bytes of requests", "max_memory_bytes")
         self._nbytes += nbytes
 

@@ -420,7 +420,7 @@ def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, settings) as gateway:
         asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [2000], "data": [0] * 2000}]}
         status, answer, _ = gateway.ask("POST", INFER, asked)
-    assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+    assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
 
 
 # --- shared memory --------------------------------------------------------------------------------------------------
@@ -460,7 +460,7 @@ def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: F
         where = {"key": "/large", "offset": 0, "byte_size": size}
         assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
         status, answer, _ = gateway.ask("POST", INFER, asked)
-        assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+        assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
         assert not gateway.gateway.service.seats.taken_bytes
 
 

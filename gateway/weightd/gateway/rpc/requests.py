@@ -215,7 +215,7 @@ def _described(tensors: Sequence[Any]) -> Sequence[Input]:
         if name in inputs:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
         datatype = arrays.checked_datatype(name, tensor.datatype)
-        shape = arrays.checked_shape(name, tuple(tensor.shape))
+        shape = arrays.checked_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
         given = parameters.values(tensor.parameters)
         region = given if parameters.REGION in given else None
         values = _typed(name, datatype, shape, tensor.contents) if tensor.HasField("contents") else None
