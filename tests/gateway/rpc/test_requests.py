@@ -99,9 +99,10 @@ def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: M
 
 
 def test_so_are_more_values_than_the_loop_can_take() -> None:
-    contents = {"int_contents": [0] * (MOST_VALUES + 1)}
+    contents = {"int_contents": [0] * (MOST_VALUES // 2 + 1)}
+    inputs = [tensor(name, "INT8", [MOST_VALUES // 2 + 1], contents=contents) for name in ("w", "x")]
     with pytest.raises(TooLarge, match=r"x: data: expected at most \d+ values"):
-        question(request(inputs=[tensor("x", "INT8", [MOST_VALUES + 1], contents=contents)]))
+        question(request(inputs=inputs))
 
 
 def test_so_are_more_parameters() -> None:
