@@ -21,6 +21,7 @@ from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
 from weightd.gateway.arrays import DTYPES
 from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.rest import api
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Cancel, Error, Infer
 from weightd.protocol.messages.types import ClientMessage
@@ -274,6 +275,20 @@ def test_health_and_readiness(echo: HttpGateway) -> None:
     assert echo.ask("GET", "/v2/models/m/ready")[:2] == (200, {"name": "m", "ready": True})
     status, answer, _ = echo.ask("GET", "/v2/models/loading/ready")
     assert (status, answer["ready"], answer["error"]) == (503, False, "loading: attaching 0/4")
+
+
+def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MOST_PROBES", 1)
+    ready, fake.handle = fake.handle, silent
+    with HttpGateway(fake.address) as gateway:
+        waiting = http.client.HTTPConnection("127.0.0.1", gateway.port)
+        waiting.request("GET", "/v2/health/ready")
+        fake.next()
+        assert gateway.ask("GET", "/v2/health/ready")[0] == 429
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+        waiting.close()
+        fake.handle = ready
+        until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "there is room again")
 
 
 def test_one_connection_takes_one_request_after_another(echo: HttpGateway) -> None:
