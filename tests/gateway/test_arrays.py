@@ -68,6 +68,7 @@ def test_a_scalar_is_a_list_of_one() -> None:
         ("FP32", [1], ["1"], "expected numbers for FP32, got str '1'"),
         ("FP32", [1], [None], "expected numbers for FP32, got NoneType None"),
         ("FP32", [1], [1e39], "expected values that FP32 can hold"),
+        ("FP64", [1], [float("1e999")], "expected values that FP64 can hold"),
         ("FP64", [1], [10**400], "expected values that FP64 can hold"),
         ("INT8", [1], [128], "expected values that INT8 can hold"),
         ("UINT8", [1], [-1], "expected values that UINT8 can hold"),

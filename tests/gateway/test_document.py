@@ -9,9 +9,11 @@ from unittest import mock
 
 import pytest
 
+from weightd.gateway import arrays
 from weightd.gateway.codes import STATUSES
 from weightd.gateway.config.load import parse
 from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.rest import api, form
 from weightd.gateway.rest.routes import Verb, route
 from weightd.shared import tables
 from weightd.shared.tables import Problems
@@ -49,6 +51,16 @@ def test_the_bounds_are_those_of_the_configuration() -> None:
         number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
         unit = {"MiB": 2**20, "GiB": 2**30}.get(by_default.split()[1], 1)
         assert defaults[key] == number * unit, key
+
+
+def test_so_are_those_of_no_configuration() -> None:
+    text = " ".join(TEXT.split())
+    for sentence in (
+        f"JSON of more than {form.MOST_JSON_BYTES >> 20} MiB, of more than {arrays.MOST_VALUES:,} values",
+        f"or of more than {form.MOST_KEYS:,} keys of maps",
+        f"429 where {api.MOST_PROBES} wait for that already",
+    ):
+        assert sentence in text
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightd.gateway.callers import Caller
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import ResourceExhausted
 
@@ -39,10 +40,24 @@ def test_bytes_are_kept_until_the_end_of_their_request() -> None:
             other.take(0)
             other.take(30)
             with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-                other.take(1)
+                other.take(11)
             assert seats.taken_bytes == 90
         one.take(15)
     assert seats.taken_bytes == 0
+
+
+def test_one_request_may_have_all_that_there_is_and_is_told_if_it_wants_more() -> None:
+    seats = Seats(8, 100)
+    with seats.one(ALICE) as one:
+        for _ in range(4):
+            one.take(25)
+        with pytest.raises(TooLarge, match="max_memory_bytes"):
+            one.take(1)
+    with seats.one(ALICE) as one, seats.one(ALICE) as other:
+        one.take(75)
+        with pytest.raises(ResourceExhausted) as caught:
+            other.take(1)
+        assert caught.value.retry_after
 
 
 def test_an_answer_is_kept_until_it_has_been_sent() -> None:

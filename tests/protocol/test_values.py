@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
 import pickle
+import pkgutil
 from dataclasses import field
 from typing import Any, Optional, Tuple
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightd.protocol import messages
 from weightd.protocol.messages.journal import Event
 from weightd.protocol.values import dataclass
 
@@ -41,6 +44,8 @@ class Theirs:
 class Nothing:
     """Nothing."""
 
+
+PREFIX = "weightd.protocol.messages."
 
 ARGUMENTS = st.tuples(st.integers(0, 1), st.text(max_size=1), st.floats(), st.just((3,)))
 
@@ -76,6 +81,25 @@ def test_they_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError, match="number"):
         del event.number
     assert dataclasses.replace(event, number=2) == Event(2, 2.0, "info", "text")
+
+
+def test_messages_ask_for_no_more_than_they_are() -> None:
+    modules = [importlib.import_module(each.name) for each in pkgutil.iter_modules(messages.__path__, PREFIX)]
+    made: list[Any] = [
+        each for module in modules for each in vars(module).values() if isinstance(each, type) and is_made(each)
+    ]
+    assert Event in made
+    for each in made:
+        assert not hasattr(each, "__post_init__")
+        for told in dataclasses.fields(each):
+            assert told.default_factory is dataclasses.MISSING
+            assert told.init
+            assert told.repr
+            assert told.compare
+
+
+def is_made(each: type) -> bool:
+    return getattr(each, "__repr__", None) is Event.__repr__
 
 
 def test_they_can_be_copied_and_sent() -> None:

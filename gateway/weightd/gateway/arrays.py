@@ -136,17 +136,18 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
     return _array(name, datatype, flat).reshape(shape)
 
 
-def from_typed(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], wide: str) -> Array:
-    """Return the tensor of a list of values that are all of one type, numpy's `wide`.
+def from_typed(
+    name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], wide: str, most: int = MOST_VALUES
+) -> Array:
+    """Return the tensor of a list of values that are all of one type, numpy's `wide`, and no more than others leave.
 
     Raises:
         InvalidArgument: it cannot hold one of them, or they are more or fewer.
         TooLarge: they are too many.
     """
-    if len(values) > MOST_VALUES:
-        raise TooLarge(
-            f"{label(name)}: data: expected at most {MOST_VALUES} values, got {len(values)}: send raw contents"
-        )
+    if len(values) > most:
+        text = f"expected at most {MOST_VALUES} values in a request, got {len(values)} with {most} left"
+        raise TooLarge(f"{label(name)}: data: {text}: send raw contents")
     if len(values) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
     given = np.fromiter(values, wide, len(values))
@@ -187,20 +188,20 @@ def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
             array = np.array(flat, dtype)
     except OverflowError:
         array = None
-    # What is too large for 32 bits has become infinity; JSON has none, and gRPC's lists hold what they say.
-    if array is None or (dtype.kind == "f" and not np.isfinite(array).all() and all(map(math.isfinite, flat))):
+    # What is too large has become infinity, which JSON has not: for Python, 1e999 is.
+    if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
 
 
-def to_values(name: str, array: Array) -> list[Any]:
-    """Return the values of an answer, flat in C order, as JSON has them.
+def to_values(name: str, array: Array, most: int = MOST_VALUES) -> list[Any]:
+    """Return the values of an answer, flat in C order, as JSON has them, and no more than others leave.
 
     Raises:
         InvalidArgument: JSON does not have them.
         TooLarge: they are too many.
     """
-    if array.size > MOST_VALUES:
+    if array.size > most:
         raise TooLarge(f"output {label(name)}: {array.size} values are too many for JSON: ask for binary data")
     if datatype_of(array) in _RAW_ALONE:
         raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")

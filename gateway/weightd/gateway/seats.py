@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Generator
 
 from weightd.gateway.callers import Caller
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.shares import Shares
 from weightd.protocol.errors import ResourceExhausted
 
@@ -19,10 +20,13 @@ class Seats:
     Args:
         most: of them; how many each caller may have of that is for `Shares` to say, as of the bytes.
         most_bytes: of all of them.
+
+    Attributes:
+        most: as above.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
+        self.most = most
         self._most_bytes = most_bytes
         self._shares = Shares(most)
         self._bytes = Shares(most_bytes)
@@ -45,7 +49,7 @@ class Seats:
             ResourceExhausted: there are as many as there may be.
         """
         if not self._shares.take(caller):
-            raise _exhausted(f"its share of {self._most} requests", "max_in_flight")
+            raise _exhausted(f"its share of {self.most} requests", "max_in_flight")
         seat = Seat(self._bytes, self._most_bytes, caller)
         try:
             yield seat
@@ -57,7 +61,8 @@ class Seats:
         """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
 
         Raises:
-            ResourceExhausted: there is no room for them.
+            TooLarge: there will never be room for them.
+            ResourceExhausted: there is none now.
         """
         seat = Seat(self._bytes, self._most_bytes, caller)
         seat.take(nbytes)
@@ -83,9 +88,12 @@ class Seat:
         """Keep so many more bytes of the request, until its end.
 
         Raises:
-            ResourceExhausted: there is no room for them.
+            TooLarge: there will never be room for so many.
+            ResourceExhausted: there is none now.
         """
-        if not self._shares.take(self._caller, nbytes):
+        if self._nbytes + nbytes > self._most:
+            raise TooLarge(f"expected at most {self._most} bytes of a request or an answer (max_memory_bytes)")
+        if not self._shares.take(self._caller, nbytes, self._nbytes):
             raise _exhausted(f"its share of {self._most} bytes of requests", "max_memory_bytes")
         self._nbytes += nbytes
 

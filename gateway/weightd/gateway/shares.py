@@ -27,15 +27,18 @@ class Shares:
         self._of: Counter[str | Caller] = Counter()
         self.taken = 0
 
-    def take(self, caller: Caller | None, count: int = 1) -> bool:
-        """Have so many more, if they are to be had; return whether they were: the first of a caller are if any are."""
+    def take(self, caller: Caller | None, count: int = 1, own: int = 0) -> bool:
+        """Have so many more, if they are to be had; return whether they were.
+
+        The first of a caller are if any are, and those that come to `own`, which are all that it has.
+        """
         free = self._most - self.taken - count
         if free < 0:
             return False
         if caller is not None:
             who = caller.tenant or caller
             has = self._of[who]
-            if has and has + count > _TIMES_FREE * free:
+            if has > own and has + count > _TIMES_FREE * free:
                 return False
             self._of[who] = has + count
         self.taken += count

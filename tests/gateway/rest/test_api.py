@@ -21,6 +21,7 @@ from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
 from weightd.gateway.arrays import DTYPES
 from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.rest import api
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Cancel, Error, Infer
 from weightd.protocol.messages.types import ClientMessage
@@ -276,6 +277,20 @@ def test_health_and_readiness(echo: HttpGateway) -> None:
     assert (status, answer["ready"], answer["error"]) == (503, False, "loading: attaching 0/4")
 
 
+def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MOST_PROBES", 1)
+    ready, fake.handle = fake.handle, silent
+    with HttpGateway(fake.address) as gateway:
+        waiting = http.client.HTTPConnection("127.0.0.1", gateway.port)
+        waiting.request("GET", "/v2/health/ready")
+        fake.next()
+        assert gateway.ask("GET", "/v2/health/ready")[0] == 429
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+        waiting.close()
+        fake.handle = ready
+        until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "there is room again")
+
+
 def test_one_connection_takes_one_request_after_another(echo: HttpGateway) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", echo.port)
     for _ in range(3):
@@ -420,7 +435,7 @@ def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, settings) as gateway:
         asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [2000], "data": [0] * 2000}]}
         status, answer, _ = gateway.ask("POST", INFER, asked)
-    assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+    assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
 
 
 # --- shared memory --------------------------------------------------------------------------------------------------
@@ -460,7 +475,7 @@ def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: F
         where = {"key": "/large", "offset": 0, "byte_size": size}
         assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
         status, answer, _ = gateway.ask("POST", INFER, asked)
-        assert (status, "max_memory_bytes" in answer["error"]) == (429, True)
+        assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
         assert not gateway.gateway.service.seats.taken_bytes
 
 

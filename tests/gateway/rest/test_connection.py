@@ -97,6 +97,19 @@ def test_where_all_are_busy_who_comes_goes() -> None:
     assert len(world.crowd) == 2
 
 
+def test_else_who_has_not_read_an_answer_for_longest_goes() -> None:
+    world = World(3)
+    slow, slower, busy = (world.comes() for _ in range(3))
+    busy.enter(Phase.ANSWER)
+    slower.enter(Phase.READING)
+    world.now = 1.0
+    slow.enter(Phase.READING)
+    assert gone(world.comes()), "an answer takes a moment to be read"
+    world.now = 1.1
+    last = world.comes()
+    assert [gone(each) for each in (slow, slower, busy, last)] == [False, True, False, False]
+
+
 def test_as_many_go_as_come_at_once() -> None:
     world = World(2)
     came = [world.comes() for _ in range(6)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightd.gateway.arrays import MOST_VALUES
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.form import MOST_JSON_BYTES, Form, InputForm, OutputForm, cut, read
+from weightd.gateway.rest.form import MOST_JSON_BYTES, MOST_KEYS, Form, InputForm, OutputForm, cut, read
 from weightd.protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
@@ -120,6 +120,11 @@ def test_json_has_a_bound_of_its_own() -> None:
 def test_so_have_its_values(values: bytes) -> None:
     with pytest.raises(TooLarge, match="values in JSON: send tensors as binary data"):
         read(memoryview(b'{"inputs": [' + values), "m")
+
+
+def test_so_have_its_keys() -> None:
+    with pytest.raises(TooLarge, match="keys in JSON"):
+        form({"inputs": [X], "parameters": dict.fromkeys(map(str, range(MOST_KEYS)))})
 
 
 def test_the_same_words_about_another_model_are_not_the_same_request() -> None:

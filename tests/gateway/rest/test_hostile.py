@@ -59,13 +59,14 @@ def test_a_header_that_comes_byte_by_byte_does_not_last_for_ever(hasty: HttpGate
         assert ended(connection) == b""
 
 
-def test_a_body_that_does_not_come_is_told_so(hasty: HttpGateway) -> None:
+def test_a_body_that_does_not_come_is_told_so(hasty: HttpGateway, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
         connection.sendall(INFER[:-1])
         answer = ended(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"receive_timeout" in answer
     assert not hasty.gateway.service.seats.taken
+    assert not caplog.records
 
 
 def test_who_does_not_read_goes(fake: FakeDaemon) -> None:

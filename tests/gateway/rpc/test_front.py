@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -325,6 +325,29 @@ def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.Mon
     with served() as server, connected(server.target) as channel, Silent(channel) as silent:
         call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
         assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not come within 0.2 seconds"
+
+
+@pytest.mark.parametrize("method", ["ServerLive", "ServerMetadata"])
+def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(calls, "MOST_PROBES", 4)
+    monkeypatch.setattr(calls, "UNSENT_CALLS", 0)
+    no_room = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)
+    with served(max_in_flight=4) as server, connected(server.target, *no_room) as channel:
+        ask = channel.unary_stream(METHOD(method))
+        unread = [ask(b"", timeout=LIMIT_S) for _ in range(3)]
+
+        def ask_another() -> str:
+            try:
+                next(ask(b"", timeout=LIMIT_S))
+            except grpc.RpcError as error:
+                return str(cast(Any, error).details())
+            return ""
+
+        # Until then others are still answered, and have a seat.
+        until(lambda: "answers are not read" in ask_another(), "there are as many as there may be")
+        for each in unread:
+            each.cancel()
+        until(lambda: not ask_another(), "there is room again")
 
 
 def test_a_message_without_tensors_is_short(server: Served) -> None:

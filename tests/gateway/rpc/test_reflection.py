@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -13,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from weightd.gateway.callers import Identities
+from weightd.gateway.rpc.calls import MOST_ASKED_BYTES
 
 from .served import LIMIT_S, connected, served
 
@@ -74,6 +76,13 @@ def test_each_question_is_answered(channel: Any, version: str, asked: dict[str, 
     files = [FileDescriptorProto.FromString(each) for each in answer.file_descriptor_response.file_descriptor_proto]
     assert [each.name for each in files] == ([found] if found else [])
     assert bool(answer.error_response.error_code) == (not found)
+
+
+def test_a_question_is_short(channel: Any) -> None:
+    stream = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+    request = reflection_pb2.ServerReflectionRequest(host="h" * MOST_ASKED_BYTES)
+    with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+        next(stream(iter([request.SerializeToString()]), timeout=LIMIT_S))
 
 
 def test_nothing_has_extensions(channel: Any) -> None:

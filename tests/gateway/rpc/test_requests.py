@@ -17,6 +17,7 @@ from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call
+from weightd.gateway.rpc.parameters import MOST_PARAMETERS
 from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Memory, asked
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
@@ -98,9 +99,21 @@ def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: M
 
 
 def test_so_are_more_values_than_the_loop_can_take() -> None:
-    contents = {"int_contents": [0] * (MOST_VALUES + 1)}
+    contents = {"int_contents": [0] * (MOST_VALUES // 2 + 1)}
+    inputs = [tensor(name, "INT8", [MOST_VALUES // 2 + 1], contents=contents) for name in ("w", "x")]
     with pytest.raises(TooLarge, match=r"x: data: expected at most \d+ values"):
-        question(request(inputs=[tensor("x", "INT8", [MOST_VALUES + 1], contents=contents)]))
+        question(request(inputs=inputs))
+
+
+def test_so_are_more_parameters() -> None:
+    many = {str(number): {"int64_param": 1} for number in range(MOST_PARAMETERS + 1)}
+    with pytest.raises(TooLarge, match=r"parameters: expected at most \d+"):
+        question(request(inputs=[tensor("x", "INT8", [1], parameters=many, contents={"int_contents": [0]})]))
+
+
+def test_of_a_shape_no_more_is_looked_at_than_it_may_have() -> None:
+    with pytest.raises(InvalidArgument, match=r"x: shape: .* got tuple of 17 items"):
+        question(request(inputs=[tensor("x", "INT8", [1] * 1000, contents={"int_contents": [0]})]))
 
 
 def test_what_values_become_is_counted() -> None:

@@ -25,6 +25,7 @@ def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[byte
     """
     outputs: list[dict[str, Any]] = []
     content: list[memoryview] = []
+    left = arrays.MOST_VALUES
     wanted = {each.name: each for each in form.outputs or ()}
     for name, array in answer.items():
         how = wanted.get(name) or OutputForm(name, form.binary)
@@ -40,7 +41,8 @@ def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[byte
             content.append(frame_of(array))
             told["parameters"] = {"binary_data_size": array.nbytes}
         else:
-            told["data"] = arrays.to_values(name, array)
+            told["data"] = arrays.to_values(name, array, left)
+            left -= array.size
         outputs.append(told)
     header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
     if form.id:

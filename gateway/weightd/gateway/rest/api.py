@@ -22,8 +22,9 @@ from weightd.gateway.rest.infer import Inference
 from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
 from weightd.gateway.rest.request import Connection, Request
 from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.shares import Shares
 from weightd.gateway.traces import TRACEPARENT
-from weightd.protocol.errors import InvalidArgument, NotFound, WeightdError
+from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
 from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
 from weightd.shared.seldom import Seldom
@@ -37,6 +38,9 @@ _MOST_ASKED_BYTES = 64 * 1024
 # The files of the page are the same for everybody.
 _OPEN = frozenset({Verb.LIVE, Verb.READY, Verb.PAGE})
 _PROBE = Caller(None, "probe")
+
+# Of those who wait for the daemon: should it hang, strangers do not have all connections.
+MOST_PROBES = 64
 
 _SERVER_ERROR = 500
 
@@ -78,6 +82,7 @@ class Api:
         self._hosts = hosts
         self._seldom = Seldom(_QUIET_S)
         self._looks = Looks(gateway.service)
+        self._probes = Shares(MOST_PROBES)
         self._handlers: dict[Verb, Handler] = {
             Verb.LIVE: self._live,
             Verb.READY: self._ready,
@@ -145,7 +150,12 @@ class Api:
         return as_json({"live": True})
 
     async def _ready(self, request: Request, caller: Caller, name: str) -> Reply:
-        ready = (await self._service.ready(caller)).ready
+        if not self._probes.take(None):
+            raise ResourceExhausted(f"{MOST_PROBES} who ask this wait for the daemon already")
+        try:
+            ready = (await self._service.ready(caller)).ready
+        finally:
+            self._probes.give(None)
         return as_json({"ready": ready}, 200 if ready else 503)
 
     async def _model_ready(self, request: Request, caller: Caller, name: str) -> Reply:

@@ -13,6 +13,9 @@ from aiohttp.web_protocol import RequestHandler
 
 from weightd.gateway.rest.reply import Refused, Reply
 
+# Where there is no room for others, an answer has to be read within this.
+_SLOW_S = 1.0
+
 _LATE = "the body of the request has not come in time (receive_timeout)"
 
 # struct ucred of the kernel: pid, uid, gid.
@@ -50,11 +53,18 @@ class Crowd:
         return len(self._all)
 
     def comes(self, connection: Connection) -> None:
-        """There is another one: where that is one too many, who has asked nothing for longest goes."""
+        """There is another one: where that is one too many, who has asked nothing for longest goes.
+
+        Where all ask something, that is who has not read an answer for longest, so that such do not keep others out.
+        """
         self._all[connection] = self._idle[connection] = None
         if len(self._all) > self._most:
             # Many may come before the loop tells of the one that goes.
-            going = next(iter(self._idle), connection)
+            going = next(iter(self._idle))
+            if going is connection:
+                limit = self.clock() - _SLOW_S
+                reading = (each for each in self._all if each.phase is Phase.READING and each.since < limit)
+                going = min(reading, key=lambda each: each.since, default=connection)
             self.goes(going)
             going.abort()
 
@@ -150,6 +160,9 @@ class Connection(RequestHandler):
         finally:
             if isinstance(resp, Reply):
                 resp.release()
+            if self._body is not None and isinstance(self._body.exception(), Refused):
+                # aiohttp would wait for the rest of it, and tell the log of that error.
+                self.force_close()
             self.enter(Phase.IDLE)
 
     def handle_error(

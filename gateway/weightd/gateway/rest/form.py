@@ -19,6 +19,9 @@ from weightd.protocol.schema import got, label
 # Of the JSON of a request, of which a value may have many digits. Binary data has no such bound.
 MOST_JSON_BYTES = 16 * 1024 * 1024
 
+# Of all maps: a request has some for each tensor, and others take the loop longer than as many values.
+MOST_KEYS = 16 * 1024
+
 # Of a header that is remembered with what it means: a client sends the same again and again.
 _REMEMBERED_BYTES = 2048
 
@@ -90,6 +93,8 @@ def read(header: memoryview, model: str) -> Form:
     # Each value but the first of a list or a map has a comma before it.
     if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MOST_VALUES:
         raise TooLarge(f"expected at most {arrays.MOST_VALUES} values in JSON: send tensors as binary data")
+    if text.count(b":") > MOST_KEYS:
+        raise TooLarge(f"expected at most {MOST_KEYS} keys in JSON")
     # A million lists would be looked through for circles again and again, which JSON cannot have.
     gc.disable()
     try:

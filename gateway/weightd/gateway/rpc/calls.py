@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
@@ -17,12 +17,14 @@ from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.codes import TooLarge, status_of, told
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
+from weightd.gateway.shares import Shares
 from weightd.gateway.traces import TRACEPARENT, trace
 from weightd.protocol.errors import (
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     RequestError,
+    ResourceExhausted,
     Unauthenticated,
     WeightdError,
 )
@@ -58,6 +60,9 @@ PROMPT_S = 1.0
 
 # Calls of whoever asks, without a token. None of them has a seat of those who have one.
 MOST_PROBES = 64
+
+# Calls beyond those under way whose answer is with gRPC's library, until it is sent.
+UNSENT_CALLS = 256
 
 PROBE = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
@@ -123,6 +128,8 @@ class Calls:
         self._peers = peers
         self._seldom = Seldom(_QUIET_S)
         self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
+        self._unsent_probes = Shares(MOST_PROBES)
+        self._unsent = Shares(seats.most + UNSENT_CALLS)
         self.seats = seats
 
     def single(
@@ -134,6 +141,10 @@ class Calls:
             begun, call = time.monotonic(), None
             try:
                 with self.seated(context, is_open=is_open) as call:
+                    if is_open:
+                        _until_ended(context, self._unsent_probes, stranger(context))
+                    else:
+                        _until_ended(context, self._unsent, call.caller)
                     message = await self._received(context, call.seat, most, is_open=is_open)
                     answer = await method(call, parsed(message, parse))
                 if len(answer) >= LEAST_KEPT:
@@ -153,7 +164,7 @@ class Calls:
             ResourceExhausted: there are as many who ask as there may be.
             RequestError: there is none, or it is not what it should be.
         """
-        with self._probes.one(None) as seat:
+        with self._probes.one(stranger(context)) as seat:
             return parsed(await self._received(context, seat, MOST_ASKED_BYTES, is_open=True), parse)
 
     @contextmanager
@@ -175,7 +186,7 @@ class Calls:
         name = _common_name(context) if self._certificates else None
         caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
         is_local = self._peers and context.peer().startswith(_LOCAL)
-        with self._probes.one(None) if is_open else self.seats.one(caller) as seat:
+        with self._probes.one(stranger(context)) if is_open else self.seats.one(caller) as seat:
             yield Call(caller, seat, parent, context.time_remaining(), is_local)
 
     def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
@@ -208,11 +219,20 @@ class Calls:
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        if len(message) > most:
-            raise TooLarge(f"expected a message of at most {most} bytes, got {len(message)}")
+        check_length(message, most)
         seat.leave()
         seat.take(len(message))
         return cast(bytes, message)
+
+
+def check_length(message: Sized, most: int = MOST_ASKED_BYTES) -> None:
+    """Look at how long a message is.
+
+    Raises:
+        TooLarge: it is longer than such a message may be.
+    """
+    if len(message) > most:
+        raise TooLarge(f"expected a message of at most {most} bytes, got {len(message)}")
 
 
 def parsed(message: bytes, parse: Parse) -> Any:
@@ -290,6 +310,29 @@ def _after(seconds: float, do: Callable[[], None]) -> Generator[None, None, None
 
 def _is_late(seconds: float, why: str = "") -> None:
     raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{why}")
+
+
+def stranger(context: Context) -> Caller:
+    """Return who asks without a token: strangers are told apart by their addresses, so that none has all places."""
+    return Caller(None, context.peer().rpartition(":")[0])
+
+
+def _until_ended(context: Any, shares: Shares, caller: Caller) -> None:
+    """Have a place until the call has ended.
+
+    Its handler has long before, where nobody reads the answer, which gRPC's library lets nobody take back: of such
+    calls it keeps so many, whosesoever they are, and no more.
+
+    Raises:
+        ResourceExhausted: there is none for the caller; that is told without an answer that has to be read.
+    """
+    if not shares.take(caller):
+        raise ResourceExhausted("the caller has its share of calls at this gateway whose answers are not read")
+
+    def give(_: object) -> None:
+        shares.give(caller)
+
+    context.add_done_callback(give)
 
 
 def _until_sent(context: Any, seat: Seat) -> None:

@@ -16,7 +16,7 @@ from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.rpc import health, inference, reflection
-from weightd.gateway.rpc.calls import MOST_PROBES, Calls, Handler
+from weightd.gateway.rpc.calls import MOST_PROBES, UNSENT_CALLS, Calls, Handler
 from weightd.gateway.rpc.health import Health
 from weightd.gateway.rpc.inference import Inference
 from weightd.gateway.rpc.messages import HEALTH, INFERENCE, OLD_REFLECTION, REFLECTION
@@ -28,7 +28,7 @@ from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATC
 # Calls of whoever asks.
 MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING
 
-# Calls beyond those, and those that have a seat, or are streams: such as are told that there is none.
+# Calls beyond those, and those that have a place, or are streams: such as are told that there is none.
 SPARE_CALLS = 256
 
 # Of one connection. HTTP/2 asks for no fewer than 100.
@@ -74,7 +74,7 @@ class RpcFront:
             OSError: an address cannot be had; the text names it.
         """
         config = self._gateway.config
-        most = config.max_in_flight + MOST_STREAMS + MOST_OPEN + SPARE_CALLS
+        most = config.max_in_flight + UNSENT_CALLS + MOST_STREAMS + MOST_OPEN + SPARE_CALLS
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightd.gateway.codes import TooLarge
 from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.protocol import limits
@@ -13,12 +14,21 @@ from weightd.protocol.schema import got
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 
+# Of a request, or of one of its tensors: more of them would take the loop seconds.
+MOST_PARAMETERS = 1024
+
 # What only makes sense if requests know of each other. 0, false and "" are what clients send who want nothing.
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each `InferParameter`; None of one that has none."""
+    """Return the value of each `InferParameter`; None of one that has none.
+
+    Raises:
+        TooLarge: they are too many.
+    """
+    if len(parameters) > MOST_PARAMETERS:
+        raise TooLarge(f"parameters: expected at most {MOST_PARAMETERS}, got {len(parameters)}")
     found: dict[str, Any] = {}
     for name, each in parameters.items():
         kind = each.WhichOneof("parameter_choice")

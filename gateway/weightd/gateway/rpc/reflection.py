@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import Context, Handler, guarded, parsed, within
+from weightd.gateway.rpc.calls import Context, Handler, check_length, guarded, parsed, stranger, within
 from weightd.gateway.rpc.descriptors import Messages
 from weightd.gateway.rpc.streams import Streams
 
@@ -49,8 +49,9 @@ class Reflection:
         return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(self._info))}
 
     async def _info(self, messages: object, context: Context) -> None:
-        with self._streams.one(None):
+        with self._streams.one(stranger(context)):
             while (message := await self._asked(context)) is not grpc.aio.EOF:
+                check_length(message)
                 await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
 
     async def _asked(self, context: Context) -> Any:

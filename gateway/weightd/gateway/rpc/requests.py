@@ -210,15 +210,19 @@ def _id(given: bytes) -> str:
 def _described(tensors: Sequence[Any]) -> Sequence[Input]:
     _check_count("inputs", tensors)
     inputs: dict[str, Input] = {}
+    left = arrays.MOST_VALUES
     for index, tensor in enumerate(tensors):
         name = _name(f"inputs[{index}].name", tensor.name)
         if name in inputs:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
         datatype = arrays.checked_datatype(name, tensor.datatype)
-        shape = arrays.checked_shape(name, tuple(tensor.shape))
+        shape = arrays.checked_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
         given = parameters.values(tensor.parameters)
         region = given if parameters.REGION in given else None
-        values = _typed(name, datatype, shape, tensor.contents) if tensor.HasField("contents") else None
+        values = None
+        if tensor.HasField("contents"):
+            values = _typed(name, datatype, shape, tensor.contents, left)
+            left -= values.size
         if values is not None and region is not None:
             raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
         inputs[name] = Input(name, datatype, shape, values, region)
@@ -244,7 +248,7 @@ def _inputs(form: Form, contents: Sequence[memoryview], call: Call, memory: Memo
             raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
         else:
             # One without elements is said so.
-            inputs[each.name] = _typed(each.name, each.datatype, each.shape, _NOTHING)
+            inputs[each.name] = _typed(each.name, each.datatype, each.shape, _NOTHING, 0)
     if taken != len(contents):
         raise InvalidArgument(f"raw_input_contents: expected {taken}, one for each input that is not in a region")
     return inputs
@@ -264,15 +268,15 @@ def _shared(each: Input, place: Place, call: Call, memory: Memory) -> Array:
     return arrays.from_bytes(name, datatype, shape, content)
 
 
-def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any) -> Array:
-    """Return the tensor whose values are in the field for its datatype, and in no other one."""
+def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any, most: int) -> Array:
+    """Return the tensor whose values are in the field for its datatype, and in no other one; so many at most."""
     expected = _CONTENTS.get(datatype)
     if expected is None:
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes, in raw_input_contents")
     for field, _ in contents.ListFields():
         if field.name != expected:
             raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
-    return arrays.from_typed(name, datatype, shape, getattr(contents, expected), _WIDE[expected])
+    return arrays.from_typed(name, datatype, shape, getattr(contents, expected), _WIDE[expected], most)
 
 
 def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:

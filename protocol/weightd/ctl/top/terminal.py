@@ -60,7 +60,23 @@ def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> No
             wake()
 
         with Asking(asker, delay, found) as asking:
-            curses.wrapper(lambda window: screen.run(window, woken, asking.soon))
+            _wrapped(lambda window: screen.run(window, woken, asking.soon))
+
+
+def _wrapped(run: Callable[[curses.window], None]) -> None:
+    """Have curses until the end of this; whoever types Ctrl-C again and again has the terminal as it was, too."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def run_and_end(window: curses.window) -> None:
+        try:
+            run(window)
+        finally:
+            signal.signal(signal.SIGINT, _nothing)
+
+    try:
+        curses.wrapper(run_and_end)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,34 @@
+"""The terminal is as it was after `weightctl top`."""
+
+from __future__ import annotations
+
+import contextlib
+import curses
+import os
+import signal
+from typing import Any, Callable
+from unittest import mock
+
+import pytest
+
+from weightd.ctl.top import terminal
+
+
+def test_who_types_ctrl_c_again_has_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[bool] = []
+
+    def wrapper(run: Callable[[Any], None]) -> None:
+        try:
+            run(mock.Mock())
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            restored.append(True)
+
+    monkeypatch.setattr(curses, "wrapper", wrapper)
+    monkeypatch.setattr(terminal, "Asking", lambda *_: contextlib.nullcontext(mock.Mock()))
+    monkeypatch.setattr(terminal.Screen, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        terminal.show(mock.Mock(), mock.Mock(), 1.0, None)
+    assert restored
+    assert signal.getsignal(signal.SIGINT) is before
