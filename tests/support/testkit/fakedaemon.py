@@ -23,7 +23,7 @@ from weightd.protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
 )
-from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature
+from weightd.protocol.messages.data import Cancel, Error, Infer, InferResponse, ResponseDescription, TensorSignature
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse, ReloadCounts
 from weightd.protocol.messages.regions import Register
 from weightd.protocol.messages.status import Status, StatusResponse
@@ -52,6 +52,8 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
                 *tensors,
             ]
         ]
+    if isinstance(message, Cancel):
+        return []  # it has been answered
     if isinstance(message, ModelMetadata):
         return [encode(ModelMetadataResponse(message.id, message.model_name, "echo", (), ()))]
     if isinstance(message, ServerMetadata):
