@@ -39,7 +39,7 @@ Handler = Callable[[ClientMessage, Sequence[bytes]], Iterable[List[Any]]]
 Seen = Tuple[ClientMessage, Sequence[bytes]]
 
 
-def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
+def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:  # noqa: PLR0911 - one for each kind
     """Answer at once: a model that returns its inputs, whatever it is called."""
     if isinstance(message, Infer):
         return [
