@@ -1,6 +1,6 @@
 """Breaks the guards of the product one at a time: ``python -m tests.mutants [ROOM | NUMBER]...``.
 
-Each of the mutants of `daemon`, `worker`, `protocol`, `gateway` and `rpc` in this directory puts a piece of a line in
+Each of the mutants of `daemon`, `worker`, `protocol`, `gateway`, `rpc` and `cluster` in this directory puts a piece of a line in
 place of another. The tests that stand beside it must notice, or the table must say why nobody can. First the same tests
 run on the product as it is, and have to pass. All is done in copies.
 """
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from . import daemon, gateway, protocol, rpc, worker
+from . import cluster, daemon, gateway, protocol, rpc, worker
 from .mutant import Mutant
 from .runner import FAILED, INTERPRETER_37, PASSED, Job, Mistake, place, run
 
-MUTANTS = [*daemon.MUTANTS, *worker.MUTANTS, *protocol.MUTANTS, *gateway.MUTANTS, *rpc.MUTANTS]
+MUTANTS = [*daemon.MUTANTS, *worker.MUTANTS, *protocol.MUTANTS, *gateway.MUTANTS, *rpc.MUTANTS, *cluster.MUTANTS]
 
 _AT_ONCE = 2
 
