@@ -149,9 +149,11 @@ def _typed(kind: Kind, value: Any) -> Any:
         return kind.plain(kind.check(value))
     except FieldError:
         try:
-            return tomllib.loads(f"value = {value}")["value"]
+            read = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError):
             return value
+        # A text of several lines may have other keys in it.
+        return read["value"] if len(read) == 1 else value
 
 
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
@@ -195,6 +197,8 @@ def _together(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldE
     for key in _OF_SERVICE:
         if getattr(arguments, key):
             yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
+    if arguments.directory and not Path(arguments.directory).is_absolute():
+        yield FieldError(f"expected an absolute path, got {got(arguments.directory)}").at(".directory")
     if arguments.published and not arguments.name:
         yield FieldError("missing: a published model is known by its digest alone").at(".name")
 
@@ -210,7 +214,7 @@ def _of_digests(arguments: Arguments) -> Iterator[FieldError]:
 
 def _stand_in(table: Mapping[str, Any]) -> str:
     """Return a file name such as that of the published model may be, which is not known here."""
-    engine = ENGINES.get(table.get("engine", ""))
+    engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 
 
