@@ -26,10 +26,10 @@ def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeyp
 @pytest.mark.parametrize(
     ("args", "most", "cores"),
     [
-        ({"model": "/a.onnx"}, 16, 1),
-        ({"model": "/a.onnx", "workers": 4, "threads": 2}, 32, 8),
+        ({"model": "/a.onnx"}, 128, 1),
+        ({"model": "/a.onnx", "workers": 8, "threads": 2}, 256, 16),
         ({"model": "/a.onnx", "workers": 4, "max_ongoing_requests": 3}, 3, 4),
-        ({"address": "/run/weightd/weightd.sock", "name": "a"}, 64, 1),
+        ({"address": "/run/weightd/weightd.sock", "name": "a"}, 128, 1),
     ],
 )
 def test_what_follows_from_workers(args: Mapping[str, Any], most: int, cores: int) -> None:
