@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from ray import serve
 
 from testkit import models
 from testkit.raynodes import Nodes
-from weightd.protocol.errors import NotFound
+from weightd.protocol.errors import NotFound, Unavailable
 from weightd.ray import publish, publishing, unpublish
 from weightd.shared.modelfile import ModelFileError, digest
 
@@ -79,6 +80,21 @@ def test_a_file_that_changes_while_it_is_published_is_told(
     monkeypatch.setattr(publishing, "digest", digest_before)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         publish(path)
+
+
+def test_a_publication_that_is_lost_on_the_way_is_told(
+    one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del one
+    put = getattr(publishing, "_put")  # noqa: B009 - its shelf is nobody else's to kill
+
+    def put_on_none(shelf: Any, *more: Any) -> None:
+        ray.kill(shelf)
+        put(shelf, *more)
+
+    monkeypatch.setattr(publishing, "_put", put_on_none)
+    with pytest.raises(Unavailable, match="put there: Actor"):
+        publish(models.tiny(tmp_path / "z.onnx", seed=9))
 
 
 def test_a_model_with_files_beside_it_comes_with_all_of_them(one: Nodes, tmp_path: Path) -> None:
