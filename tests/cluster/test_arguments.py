@@ -26,10 +26,10 @@ def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeyp
 @pytest.mark.parametrize(
     ("args", "most", "cores"),
     [
-        ({"model": "/a.onnx"}, 16, 1),
-        ({"model": "/a.onnx", "workers": 4, "threads": 2}, 32, 8),
+        ({"model": "/a.onnx"}, 128, 1),
+        ({"model": "/a.onnx", "workers": 8, "threads": 2}, 256, 16),
         ({"model": "/a.onnx", "workers": 4, "max_ongoing_requests": 3}, 3, 4),
-        ({"address": "/run/weightd/weightd.sock", "name": "a"}, 64, 1),
+        ({"address": "/run/weightd/weightd.sock", "name": "a"}, 128, 1),
     ],
 )
 def test_what_follows_from_workers(args: Mapping[str, Any], most: int, cores: int) -> None:
@@ -54,6 +54,7 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
         ({"model": "a.onnx", "name": "/"}, "name: expected a model name"),
         ({"model": "a.onnx", "python": "venv/bin/python"}, "python: expected an absolute path"),
         ({"model": "a.onnx", "canary": "sample.npz"}, "canary: expected an absolute path"),
+        ({"model": "a.onnx", "directory": "w"}, "directory: expected an absolute path, got str 'w'"),
         ({"model": "a.txt"}, "model: expected a file that ends in .onnx or .mindir, got"),
         ({"model": "a.onnx", "sha256": "12"}, "sha256: expected a sha256 of 64 hexadecimal digits, got str '12'"),
         ({"model": "sha256:", "name": "a"}, "model: expected a sha256 of 64 hexadecimal digits, got str ''"),
@@ -66,6 +67,9 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
         ({"address": "/s", "name": "a", "workers": 2}, "workers: it has no effect with address"),
         ({"address": "/s"}, "name: missing: with address it says which model"),
         ({"model": "a.onnx", "devices": ["cpu:0"]}, "devices[0]: expected a table"),
+        ({"model": "a.onnx", "workers": "2\nthreads = 2"}, "workers: expected integer, 1 to 1024, got str"),
+        ({"model": "a.onnx", "batching": {8: 8}}, "batching.8: unknown key"),
+        ({"model": f"sha256:{DIGEST}", "name": "a", "engine": ["onnxruntime"]}, "engine: expected one of"),
     ],
 )
 def test_what_is_wrong(args: Mapping[str, Any], problem: str) -> None:

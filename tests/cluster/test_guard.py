@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,3 +65,18 @@ def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
 
     Guard(start, leash[:1], lambda _: None).run()
     assert started[0].returncode == -signal.SIGTERM
+
+
+def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(guard.command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
+    assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
+
+
+def test_a_full_disk_is_told_with_its_place(tmp_path: Path) -> None:
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    order = guard.order({"m": {"path": "/m.onnx"}})
+    guarded = subprocess.run(guard.command(tmp_path), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False)
+    assert json.loads(guarded.stdout) == {"failed": f"{tmp_path}: File too large"}
+    assert not list((tmp_path / "rooms").iterdir())

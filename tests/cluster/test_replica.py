@@ -12,8 +12,9 @@ import pytest
 from testkit import fakedaemon, looks
 from testkit.fakedaemon import FakeDaemon, directory
 from weightd.protocol.codec import encode
-from weightd.protocol.errors import FailedPrecondition, InvalidArgument, Unavailable
+from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weightd.protocol.messages.control import ModelReady, ReadyResponse
+from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.metrics import Metrics
 from weightd.protocol.messages.types import ClientMessage
 from weightd.ray.arguments import read
@@ -30,9 +31,16 @@ class World:
     def __init__(self, directory: str) -> None:
         self.ready = True
         self.sha256 = GOOD
+        self.meanwhile: Callable[[], Any] = lambda: None
         self.daemon = FakeDaemon(f"unix://{directory}/d.sock", self._answer)
 
     def _answer(self, message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[list[Any]]:
+        answer = self._answer_to(message, tensors)
+        if isinstance(message, (Infer, Metrics)):
+            self.meanwhile()
+        return answer
+
+    def _answer_to(self, message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[list[Any]]:
         if isinstance(message, ModelReady):
             return [encode(ReadyResponse(message.id, self.ready, "" if self.ready else "m: attaching 0/2"))]
         if isinstance(message, Metrics):
@@ -75,6 +83,25 @@ def test_arrays_are_asked_about_and_what_stands_for_one_is_awaited(world: World)
     world.run(ask)
 
 
+def test_what_stands_for_an_array_is_waited_for_as_long_as_the_request_has(world: World) -> None:
+    x = np.ones(3, np.float32)
+
+    async def ask(replica: Replica) -> None:
+        never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with pytest.raises(DeadlineExceeded, match="input x: what it refers to has not come"):
+            await replica.infer({"x": never}, timeout=0.01)
+        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        lost.set_exception(LookupError("x"))
+        with pytest.raises(InvalidArgument, match="input x: what it refers to cannot be had: LookupError"):
+            await replica.infer({"x": lost})
+        for timeout in (float("nan"), -1, 10**400):
+            with pytest.raises(InvalidArgument, match="timeout"):
+                await replica.infer({"x": lost}, timeout=timeout)
+        assert np.array_equal((await replica.infer({"x": x}))["x"], x)
+
+    world.run(ask)
+
+
 def test_one_with_another_model_does_not_serve(world: World) -> None:
     async def nothing(_: Replica) -> None: ...
 
@@ -93,8 +120,42 @@ def test_health_is_that_of_the_model(world: World) -> None:
         world.sha256 = OTHER
         with pytest.raises(FailedPrecondition, match=f"got {OTHER}"):
             await replica.check_health()
+        # Whoever asks until Serve has another replica take its place is not answered by the other model.
+        with pytest.raises(Unavailable, match=f"got {OTHER}"):
+            await replica.infer({"x": np.ones(1, np.float32)})
 
     world.run(ask, sha256=GOOD)
+
+
+def test_nothing_is_answered_of_a_daemon_that_has_started_again_until_that_is_known(world: World) -> None:
+    async def ask(replica: Replica) -> None:
+        loop = asyncio.get_running_loop()
+        # The request waits for a connection, say, and that is one to the next daemon.
+        world.meanwhile = lambda: loop.call_soon_threadsafe(replica.daemon_starts)
+        world.sha256 = OTHER
+        with pytest.raises(Unavailable, match="is started again"):
+            await replica.infer({"x": np.ones(1, np.float32)})
+
+    world.run(ask, sha256=GOOD)
+
+
+def test_what_a_daemon_has_said_that_is_no_more_says_nothing_of_the_next(world: World) -> None:
+    async def start() -> None:
+        replica = Replica(read({"address": world.daemon.address, "name": "m", "sha256": GOOD}))
+        loop = asyncio.get_running_loop()
+        world.sha256 = OTHER
+
+        def starts_again() -> None:
+            world.meanwhile = lambda: None
+            world.sha256 = GOOD
+            loop.call_soon_threadsafe(replica.daemon_starts)
+
+        world.meanwhile = starts_again
+        await replica.start()
+        await replica.infer({"x": np.ones(1, np.float32)})
+        await replica.stop()
+
+    asyncio.run(start())
 
 
 def test_it_serves_when_a_worker_does_and_not_before(world: World) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +18,9 @@ from ray import serve
 
 from testkit import models
 from testkit.raynodes import Nodes
-from weightd.protocol.errors import NotFound
-from weightd.ray import publish, unpublish
-from weightd.shared.modelfile import digest
+from weightd.protocol.errors import NotFound, Unavailable
+from weightd.ray import publish, publishing, unpublish
+from weightd.shared.modelfile import ModelFileError, digest
 
 from .asking import Questions, ask, output
 
@@ -60,6 +62,39 @@ def test_a_replica_serves_what_was_published_and_its_host_has_one_copy(
 
 def test_what_is_published_already_is_not_published_again(published: str, zoo: Path) -> None:
     assert publish(zoo / "a.onnx") == published
+
+
+def test_a_file_that_changes_while_it_is_published_is_told(
+    one: Nodes, zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del one
+    path = tmp_path / "c.onnx"
+    shutil.copy(zoo / "a.onnx", path)
+
+    def digest_before(_: Path) -> str:
+        found = digest(path)
+        shutil.copy(zoo / "b.onnx", path)
+        return found
+
+    # It would be published by the name of what it was, and no replica would take it.
+    monkeypatch.setattr(publishing, "digest", digest_before)
+    with pytest.raises(ModelFileError, match="changed while it was copied"):
+        publish(path)
+
+
+def test_a_publication_that_is_lost_on_the_way_is_told(
+    one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del one
+    put = getattr(publishing, "_put")  # noqa: B009 - its shelf is nobody else's to kill
+
+    def put_on_none(shelf: Any, *more: Any) -> None:
+        ray.kill(shelf)
+        put(shelf, *more)
+
+    monkeypatch.setattr(publishing, "_put", put_on_none)
+    with pytest.raises(Unavailable, match="put there: Actor"):
+        publish(models.tiny(tmp_path / "z.onnx", seed=9))
 
 
 def test_a_model_with_files_beside_it_comes_with_all_of_them(one: Nodes, tmp_path: Path) -> None:

@@ -34,12 +34,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Of one replica; what is beyond it waits at Serve's routers.
 _MOST_ONGOING = 65536
 
-# Each worker has one request that runs and one that is ready; the others are what rows of several are made of.
-_ONGOING_OF_WORKER = 8
-_LEAST_ONGOING = 16
-
-# Where nobody knows here how many workers there are.
-_ONGOING_OF_SERVICE = 64
+# The daemon's queue is the place to wait: it knows deadlines and priorities, and makes rows of several of what it has.
+# A router of Serve whose replicas have all that they take asks again after pauses that grow to half a second, and what
+# waits there comes through at a tenth of the rate.
+_ONGOING_OF_WORKER = 32
+_LEAST_ONGOING = 128
 
 _GATEWAY: Mapping[str, Any] = {each.name: each.metadata for each in dataclasses.fields(GatewayConfig)}
 
@@ -74,7 +73,8 @@ class Arguments:
     own cache directory."""
 
     max_ongoing_requests: int = field(default=0, metadata=integer(0, _MOST_ONGOING))
-    """Requests that a replica takes at once; others wait at Serve's routers. Default: 8 for each worker."""
+    """Requests that a replica takes at once; others wait at Serve's routers. Default: 32 for each worker, at
+    least 128."""
 
     max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY["max_body_bytes"])
     """Bytes of a request over HTTP, once it is decompressed."""
@@ -149,9 +149,11 @@ def _typed(kind: Kind, value: Any) -> Any:
         return kind.plain(kind.check(value))
     except FieldError:
         try:
-            return tomllib.loads(f"value = {value}")["value"]
+            read = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError):
             return value
+        # A text of several lines may have other keys in it.
+        return read["value"] if len(read) == 1 else value
 
 
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
@@ -172,10 +174,10 @@ def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems
         model = _checked(arguments, path or f"/{_stand_in(table)}", problems)
         workers = model.workers * len(model.devices)
         cores = 1 if model.on_cards else workers * model.threads
-    most = _ONGOING_OF_WORKER * workers if workers else _ONGOING_OF_SERVICE
+    most = max(_ONGOING_OF_WORKER * workers, _LEAST_ONGOING)
     return dataclasses.replace(
         arguments,
-        max_ongoing_requests=arguments.max_ongoing_requests or max(most, _LEAST_ONGOING),
+        max_ongoing_requests=arguments.max_ongoing_requests or most,
         workers_in_all=workers,
         cores=cores,
     )
@@ -195,6 +197,8 @@ def _together(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldE
     for key in _OF_SERVICE:
         if getattr(arguments, key):
             yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
+    if arguments.directory and not Path(arguments.directory).is_absolute():
+        yield FieldError(f"expected an absolute path, got {got(arguments.directory)}").at(".directory")
     if arguments.published and not arguments.name:
         yield FieldError("missing: a published model is known by its digest alone").at(".name")
 
@@ -210,7 +214,7 @@ def _of_digests(arguments: Arguments) -> Iterator[FieldError]:
 
 def _stand_in(table: Mapping[str, Any]) -> str:
     """Return a file name such as that of the published model may be, which is not known here."""
-    engine = ENGINES.get(table.get("engine", ""))
+    engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 
 

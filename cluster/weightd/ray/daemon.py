@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,6 +82,8 @@ class Own:
         self._ended = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        # Of what was left alone; it cannot be another's as long as its end of the reports is open.
+        self._pid = 0
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.failure = ""
 
@@ -107,8 +111,12 @@ class Own:
         # The end of file is what the guard waits for; it comes as well if this process is killed.
         with contextlib.suppress(OSError):
             self._guard.stdin.close()
-        with contextlib.suppress(asyncio.TimeoutError):
+        try:
             await asyncio.wait_for(self._ended.wait(), _END_S)
+        except asyncio.TimeoutError:
+            # Somebody has stopped it: the kernel ends the daemon with it, and the next replica removes the files.
+            if self._pid:
+                os.kill(self._pid, signal.SIGKILL)
 
     @staticmethod
     def _give(process: subprocess.Popen[bytes], order: bytes) -> None:
@@ -133,6 +141,7 @@ class Own:
 
     def _told(self, report: Mapping[str, Any]) -> None:
         if "address" in report and not self._address.done():
+            self._pid = report["pid"]
             self._address.set_result(report["address"])
         if "starts" in report:
             self._starts()

@@ -123,7 +123,11 @@ class Guard:
 
 def main() -> int:
     """Do all of it; return the exit status."""
-    line = _line()
+    try:
+        line = _line()
+    except InvalidArgument as error:
+        _say({"failed": str(error)})
+        return 1
     if os.fork():
         # Ray kills the children of a worker that exits; this one has things to remove first.
         os._exit(0)
@@ -135,8 +139,12 @@ def main() -> int:
                 (found.path / "weightd.toml").write_text(configuration.text(found.path, models), "utf-8")
                 _say({"address": configuration.address(found.path), "pid": os.getpid()})
                 Guard(lambda: _daemon(found), [_ORDER, told], _say).run()
-        except (WeightdError, OSError) as error:
+        except WeightdError as error:
             _say({"failed": str(error)})
+            return 1
+        except OSError as error:
+            # A write to a full disk says nothing of where that was.
+            _say({"failed": f"{error.filename or sys.argv[1]}: {error.strerror}"})
             return 1
     return 0
 

@@ -61,27 +61,30 @@ def publish(path: str | os.PathLike[str]) -> str:
     """Put the files of a model into the object store; return its name there, "sha256:…".
 
     Raises:
-        ModelFileError: they cannot be read.
-        Unavailable: somebody else publishes this model, or has begun to.
+        ModelFileError: they cannot be read, or are others by now.
+        Unavailable: somebody else publishes this model, or has begun to; or there is no room for it.
     """
     _connect()
-    sha256 = digest(Path(path))
-    options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    try:
-        shelf = ray.remote(Shelf).options(**options).remote()
-    except ValueError:
-        # That is what Ray says where there is an actor of this name.
-        _content(sha256)
-        return PUBLISHED + sha256
-    try:
-        with Model(Path(path)) as model:
+    with Model(Path(path)) as model:
+        # Of what is open: at the end it must still be what is at the path.
+        sha256 = digest(Path(path))
+        options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+        try:
+            shelf = ray.remote(Shelf).options(**options).remote()
+        except ValueError:
+            # That is what Ray says where there is an actor of this name.
+            _content(sha256)
+            return PUBLISHED + sha256
+        try:
             for file in model.files:
                 _put(shelf, model, file)
             model.check_unchanged()
-        ray.get(shelf.end.remote())
-    except BaseException:
-        ray.kill(shelf)
-        raise
+            ray.get(shelf.end.remote())
+        except BaseException as error:
+            ray.kill(shelf)
+            if isinstance(error, RayError):
+                raise _lost(sha256, error) from None
+            raise
     return PUBLISHED + sha256
 
 
@@ -150,7 +153,7 @@ def _shelf(sha256: str) -> Any:
 
 
 def _lost(sha256: str, error: RayError) -> Unavailable:
-    return Unavailable(f"{PUBLISHED}{sha256} cannot be had from the object store: {type(error).__name__}")
+    return Unavailable(f"{PUBLISHED}{sha256} cannot be had from the object store, or put there: {type(error).__name__}")
 
 
 def _connect() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from weightd.client import AsyncClient
@@ -19,7 +20,16 @@ from weightd.gateway.rest.asking import ANY_HOST
 from weightd.gateway.rest.reply import Reply, of_error
 from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
-from weightd.protocol.errors import DeadlineExceeded, FailedPrecondition, RequestError, Unavailable, WeightdError
+from weightd.protocol import limits
+from weightd.protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    RequestError,
+    Unavailable,
+    WeightdError,
+)
+from weightd.protocol.schema import label
 from weightd.ray import asgi
 from weightd.ray.arguments import Arguments
 from weightd.ray.asgi import AsgiRequest, Receive, Scope, Send
@@ -31,6 +41,33 @@ _PAUSE_S = 0.05
 
 # After a daemon that has ended is started again, its model is loaded: nobody knows how long that takes.
 _RETRY_S = 1.0
+
+# Left of a request's time when what it refers to comes in the last moment.
+_LEAST_S = 1e-6
+
+_MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
+
+
+class _Known(Service):
+    """A service that answers nothing of a daemon of which nobody knows yet what it has.
+
+    Args:
+        check: raises Unavailable as long as that is so.
+        address: as Service.
+        timeout: likewise.
+        seats: likewise.
+    """
+
+    def __init__(self, check: Callable[[], None], address: str, timeout: float, seats: Seats) -> None:
+        super().__init__(address, timeout, seats)
+        self._check = check
+
+    async def infer(self, caller: Caller, question: Question) -> Answer:
+        """As Service. The daemon may have been another one when the request came, or be another one by now."""
+        self._check()
+        answer = await super().infer(caller, question)
+        self._check()
+        return answer
 
 
 class Replica:
@@ -45,6 +82,8 @@ class Replica:
         self._caller = Caller(arguments.tenant or None, "serve")
         # Whether what serves is known to have the digest that it must have: not before that was looked at.
         self._is_known = False
+        # How often its daemon has been started.
+        self._starts = 0
         self._looking: asyncio.Task[None] | None = None
         self._wrong = ""
         self._address = ""
@@ -80,7 +119,7 @@ class Replica:
             page=False,
         )
         seats = Seats(config.max_in_flight, config.max_memory_bytes)
-        self._service = Service(self._address, config.timeout, seats)
+        self._service = _Known(self._check_known, self._address, config.timeout, seats)
         self._ends.push_async_callback(self._service.close)
         identities = Identities({}, {}, {}, anonymous=self._caller)
         gateway = Gateway(config, identities, self._service, Regions(enabled=False))
@@ -99,10 +138,11 @@ class Replica:
             # It stays as long as its daemon may be started again.
             self._ends.callback(taken.release)
             path = str(taken.path)
-        return Own(arguments.base, {arguments.name: {"path": path, **arguments.table}}, self._starts)
+        return Own(arguments.base, {arguments.name: {"path": path, **arguments.table}}, self.daemon_starts)
 
-    def _starts(self) -> None:
-        """The daemon starts: what it loads has to be looked at, also if it is not the first."""
+    def daemon_starts(self) -> None:
+        """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""
+        self._starts += 1
         if self._is_known:
             self._is_known = False
             self._looking = asyncio.create_task(self._look_again())
@@ -119,24 +159,33 @@ class Replica:
         Raises:
             FailedPrecondition: it never will be ready, or has another one.
         """
-        while not await self._is_ready():
+        while not self._is_known:
+            starts = self._starts
+            try:
+                self._is_known = await self._is_right() and starts == self._starts
+            except FailedPrecondition:
+                # Or else a daemon has said so that was there before.
+                if starts == self._starts:
+                    raise
             if self._daemon.failure:
                 raise FailedPrecondition(self._daemon.failure)
-            await asyncio.sleep(_PAUSE_S)
-        await self._check_digest()
-        self._is_known = True
+            if not self._is_known:
+                await asyncio.sleep(_PAUSE_S)
 
-    async def _is_ready(self) -> bool:
-        """Say whether the model is ready; wait as long as the daemon does for what it takes and gives.
+    async def _is_right(self) -> bool:
+        """Say whether the model is ready, and known to be the one; wait as long as the daemon does for its signature.
 
         Raises:
             FailedPrecondition: it never will be.
         """
         try:
             await self._service.metadata(self._caller, self._arguments.name)
-            return (await self._service.ready(self._caller, self._arguments.name)).ready
+            if not (await self._service.ready(self._caller, self._arguments.name)).ready:
+                return False
+            await self._check_digest()
         except (Unavailable, DeadlineExceeded):
             return False  # it does not listen yet, or has ended
+        return True
 
     async def _check_digest(self) -> None:
         expected = self._arguments.sha256
@@ -177,9 +226,29 @@ class Replica:
         Raises:
             RequestError: as `weightd.client.Client.infer`.
         """
-        self._check_known()
-        question = Question(self._arguments.name, await _found(inputs), outputs, timeout, priority)
+        if isinstance(inputs, Mapping):
+            inputs, timeout = await self._found(cast("Mapping[str, Any]", inputs), timeout)
+        question = Question(self._arguments.name, inputs, outputs, timeout, priority)
         return await self._service.infer(self._caller, question)
+
+    async def _found(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
+        """Return inputs with arrays in the place of references to them, and the seconds that are left.
+
+        Raises:
+            DeadlineExceeded: what they refer to is not there in time.
+            InvalidArgument: it never will be.
+        """
+        awaited: dict[str, Awaitable[Any]] = {
+            name: each for name, each in inputs.items() if isinstance(each, Awaitable)
+        }
+        patience = self._arguments.request_timeout if timeout is None else timeout
+        # What is no time is for the client to refuse.
+        if not (awaited and 0 < patience <= _MAX_TIMEOUT_S):
+            return inputs, timeout
+        found, ends = dict(inputs), time.monotonic() + patience
+        for name, each in awaited.items():
+            found[name] = await _awaited(name, each, ends - time.monotonic())
+        return found, max(ends - time.monotonic(), _LEAST_S)
 
     async def metadata(self) -> Mapping[str, Any]:
         """Return what the model takes and gives, as the Open Inference Protocol has it.
@@ -202,7 +271,13 @@ class Replica:
         ready = await self._service.ready(self._caller, self._arguments.name)
         if not ready.ready:
             raise Unavailable(ready.reason)
-        await self._check_digest()
+        starts = self._starts
+        try:
+            await self._check_digest()
+        except FailedPrecondition as error:
+            if starts == self._starts:
+                self._is_known, self._wrong = False, str(error)
+            raise
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer over HTTP, as the gateway does: the Open Inference Protocol."""
@@ -233,12 +308,12 @@ class Replica:
         await self._ends.aclose()
 
 
-async def _found(inputs: Any) -> Any:
-    """Return inputs with arrays in the place of references to them."""
-    if not isinstance(inputs, Mapping):
-        return inputs
-    found = dict(cast("Mapping[str, Any]", inputs))
-    for name, each in found.items():
-        if isinstance(each, Awaitable):
-            found[name] = await each
-    return found
+async def _awaited(name: object, reference: Awaitable[Any], patience: float) -> Any:
+    place = f"input {label(str(name))}"
+    try:
+        return await asyncio.wait_for(reference, patience)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(f"{place}: what it refers to has not come in time") from None
+    except Exception as error:
+        # Whatever the task has raised that was to make it, or Ray where it is lost: not the model's errors.
+        raise InvalidArgument(f"{place}: what it refers to cannot be had: {type(error).__name__}") from error

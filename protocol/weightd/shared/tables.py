@@ -93,7 +93,8 @@ def read(cls: type[T], table: object, problems: Problems, *, section: str = "") 
         with problems.at(f".{label(key)}"):
             kind = kinds.get(key)
             if kind is None:
-                raise FieldError(quoted[key] or unknown("key", key, kinds))
+                # A YAML may have one that is no text.
+                raise FieldError(quoted[key] or unknown("key", str(key), kinds))
             values[key] = read(kind.record, value, problems) if kind.record else kind.check(value)
     for field in keys(cls):
         required = field.default is dataclasses.MISSING

@@ -1,0 +1,37 @@
+"""The daemon of a replica, as the replica sees it: a guard that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightd.ray import daemon, guard
+from weightd.ray.daemon import Own
+
+# Leaves itself alone as the guard does, and takes no notice of the end of its leash.
+_STOPPED = """
+import json, os, sys, time
+sys.stdin.readline()
+if os.fork():
+    os._exit(0)
+print(json.dumps({"address": "unix:///x", "pid": os.getpid()}), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
+    monkeypatch.setattr(daemon, "_END_S", 0.01)
+
+    async def start_and_stop() -> None:
+        own = Own(tmp_path, {}, lambda: None)
+        assert await own.start() == "unix:///x"
+        await own.stop()
+        # Its end of the reports is closed then.
+        while not own.failure:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(start_and_stop(), 30))
