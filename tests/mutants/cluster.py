@@ -59,7 +59,7 @@ MUTANTS = [
         ("            if status in _FOR_GOOD:", "            if False:"),
         ("            if told_to_end:\n                return\n", ""),
         ("    if size > MOST_DIRECTORY_BYTES:", "    if False:"),
-        ("                os.kill(self._pid, signal.SIGKILL)", "                pass"),
+        ("                    os.kill(self._pid, signal.SIGKILL)", "                    pass"),
     ),
     *mutants("cluster", "cluster/test_configuration.py",
         ('.replace("\\x7f", "\\\\u007f")', ""),

@@ -116,7 +116,8 @@ class Own:
         except asyncio.TimeoutError:
             # Somebody has stopped it: the kernel ends the daemon with it, and the next replica removes the files.
             if self._pid:
-                os.kill(self._pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pid, signal.SIGKILL)
 
     @staticmethod
     def _give(process: subprocess.Popen[bytes], order: bytes) -> None:
