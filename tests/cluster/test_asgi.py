@@ -50,7 +50,7 @@ def request(headers: Sequence[tuple[bytes, bytes]] = (), **scope: Any) -> AsgiRe
         ({"path": "/m/v2/x", "root_path": "/m", "raw_path": b"/m/v2/x"}, "/v2/x"),
         ({"path": "/m", "root_path": "/m", "raw_path": b"/m"}, "/"),
         ({"path": "/m/v2/a/b", "root_path": "/m", "raw_path": b"/m/v2/a%2Fb"}, "/v2/a%2Fb"),
-        ({"path": "/ä b/v2", "root_path": "/ä b", "raw_path": b"/%C3%A4%20b/v2"}, "/v2"),
+        ({"path": "/ä b/v2/a/b", "root_path": "/ä b", "raw_path": b"/%C3%A4%20b/v2/a%2Fb"}, "/v2/a%2Fb"),
         ({"path": "/m/v2", "root_path": "/m", "raw_path": b"/%6D/v2"}, "/v2"),
         ({"path": "/v2", "raw_path": b"/v2?x=/y"}, "/v2"),
     ],
