@@ -1,8 +1,8 @@
 """Breaks the guards of the product one at a time: ``python -m tests.mutants [ROOM | NUMBER]...``.
 
-Each of the mutants of `daemon`, `worker`, `protocol`, `gateway`, `rpc` and `cluster` in this directory puts a piece of a line in
-place of another. The tests that stand beside it must notice, or the table must say why nobody can. First the same tests
-run on the product as it is, and have to pass. All is done in copies.
+Each of the mutants of `daemon`, `worker`, `protocol`, `gateway`, `rpc` and `cluster` in this directory puts a piece of
+a line in place of another. The tests that stand beside it must notice, or the table must say why nobody can. First the
+same tests run on the product as it is, and have to pass. All is done in copies.
 """
 
 from __future__ import annotations
