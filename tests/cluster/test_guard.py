@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
+from testkit.fakedaemon import directory
 from weightd.ray import guard
 from weightd.ray.guard import Guard, Pauses
+
+__all__ = ["directory"]
 
 
 def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
@@ -72,11 +75,13 @@ def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
 
 
-def test_a_full_disk_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     order = guard.order({"m": {"path": "/m.onnx"}})
-    guarded = subprocess.run(guard.command(tmp_path), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False)
-    assert json.loads(guarded.stdout) == {"failed": f"{tmp_path}: File too large"}
-    assert not list((tmp_path / "rooms").iterdir())
+    guarded = subprocess.run(
+        guard.command(directory), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False
+    )
+    assert json.loads(guarded.stdout) == {"failed": f"{directory}: File too large"}
+    assert not list((directory / "rooms").iterdir())
