@@ -69,7 +69,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
     connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
-    readers = client._turns.reader  # pyright: ignore[reportPrivateUsage]
+    readers = client._exchange._turns.reader  # pyright: ignore[reportPrivateUsage]
     receive, send = connection.receive, connection.send
 
     def stuck(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:

@@ -28,7 +28,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def until_all_wait(client: Client, count: int) -> None:
     """Return once so many calls are waited for, by one thread that reads and others that do not."""
     deadline = time.monotonic() + LIMIT_S
-    while len(client._turns._waiting) < count - 1 or not client._turns.reader:  # pyright: ignore[reportPrivateUsage]
+    while len(client._exchange._turns._waiting) < count - 1 or not client._exchange._turns.reader:  # pyright: ignore[reportPrivateUsage]
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
