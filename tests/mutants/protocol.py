@@ -166,7 +166,7 @@ CLIENT = [
         ("if frames and not call.done and not self.is_under_way(call):", "if False:"),
     ),
     *mutants("client", "client/test_model.py",
-        ("        # What is known is of this connection, which may be lost already.\n        self._exchange.catch_up()\n", ""),
+        ("connection, which may be lost already.\n        self._exchange.catch_up()\n", "connection\n"),
         ("        except InvalidArgument:\n            self._known.pop(model, None)\n            return None\n",
          "        except KeyError:\n            return None\n"),
     ),
