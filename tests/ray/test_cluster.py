@@ -59,15 +59,15 @@ def test_each_request_is_answered_once_and_right_whatever_happens_to_nodes(
 
 
 def test_replicas_come_and_go_with_the_load(three: Nodes, zoo: Path, questions: Questions) -> None:
-    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 0.5, "upscale_delay_s": 0.5}
+    scaling = {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 1.5, "upscale_delay_s": 0.5}
     patience = {"downscale_delay_s": 2.0, "metrics_interval_s": 0.5, "look_back_period_s": 1.0}
     a = {"model": str(zoo / "a.onnx"), "workers": 1}
     three.run(three.application("m", a, autoscaling_config={**scaling, **patience}))
     path = "/m/v2/models/a/infer"
-    with Crowd(three.http, path, questions) as many:
+    with Crowd(three.http, path, questions, count=16) as many:
         until(lambda: three.running("m") == 3, "each node has a replica", 120)
         many.wait(100)
-    # One client is less than a replica is meant to have: those that go answer what they have taken.
+    # One client has one request at most, less than a replica is meant to have: those that go answer what they have taken.
     with Crowd(three.http, path, questions, count=1) as few:
         until(lambda: three.running("m") == 1, "the load is that of one replica", 120)
         until(lambda: len(three.pids("weightd.ray.guard")) == 1, "the others leave nothing")
