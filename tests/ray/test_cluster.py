@@ -67,7 +67,7 @@ def test_replicas_come_and_go_with_the_load(three: Nodes, zoo: Path, questions: 
     with Crowd(three.http, path, questions, count=16) as many:
         until(lambda: three.running("m") == 3, "each node has a replica", 120)
         many.wait(100)
-    # One client has one request at most, less than a replica is meant to have: those that go answer what they have taken.
+    # One client has one request at most, fewer than a replica is meant to have: those that go answer what they have.
     with Crowd(three.http, path, questions, count=1) as few:
         until(lambda: three.running("m") == 1, "the load is that of one replica", 120)
         until(lambda: len(three.pids("weightd.ray.guard")) == 1, "the others leave nothing")
