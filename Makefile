@@ -14,10 +14,10 @@ MINUTES ?= 30
 
 EXAMPLES ?= 1  # times as many of each property test
 
-# Two more than the two cores that CI has: who tests a daemon waits for it as often as not. Files in the order of
+# One more than the two cores that CI has: who tests a daemon waits for it as often as not. Files in the order of
 # tests/conftest.py, not by how many tests they hold. And no worker in place of one that is lost:
 # with loadfile, pytest-xdist 3.8 would start one after another for ever.
-AT_ONCE := --numprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+AT_ONCE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 VENV := .venv
 MSLITE := .venv-mslite
