@@ -239,8 +239,10 @@ def test_ctrl_c_ends_it_quietly(daemon: FakeDaemon) -> None:
     with start(daemon, "predict", "m") as process:
         daemon.next()
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=LIMIT_S) == (b"", b"")
-        assert process.returncode == exits.INTERRUPTED
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, out) == (exits.INTERRUPTED, b"")
+        # Python 3.7 prints an exception that pyzmq swallows, where that happens, and nobody can keep it from that.
+        assert not err or sys.version_info < (3, 8)
 
 
 def test_nobody_reads_the_output(daemon: FakeDaemon) -> None:

@@ -10,6 +10,7 @@ import threading
 from typing import Any, Generator
 
 _SOON_S = 0.01
+_LATE_S = 1.0
 
 
 @contextlib.contextmanager
@@ -31,8 +32,14 @@ def never_lost() -> Generator[None, None, None]:
     """Have a KeyboardInterrupt that somebody swallows come again, until the block ends with it.
 
     pyzmq looks for signals where it cannot raise: Python then prints the exception, and the program goes on. Python 3.7
-    does not tell of that.
+    does not tell of that: there it comes again each second, if the block has not ended.
     """
+    with _told() if sys.version_info >= (3, 8) else _each_second():
+        yield
+
+
+@contextlib.contextmanager
+def _told() -> Generator[None, None, None]:
     before, printing = getattr(sys, "unraisablehook", None), sys.excepthook
 
     def swallowed(told: Any) -> None:
@@ -55,3 +62,23 @@ def never_lost() -> Generator[None, None, None]:
         sys.excepthook = printing
         if before is not None:
             sys.unraisablehook = before
+
+
+@contextlib.contextmanager
+def _each_second() -> Generator[None, None, None]:
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _LATE_S, _LATE_S)
+        raise KeyboardInterrupt
+
+    alarmed = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, alarmed)

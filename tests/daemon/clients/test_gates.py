@@ -133,7 +133,8 @@ def connect(address: str) -> Iterator[Callable[..., Socket]]:
             client.setsockopt(zmq.LINGER, 0)
             for name, value in options.items():
                 client.setsockopt(getattr(zmq, name), value)  # type: ignore[arg-type]
-            client.connect(to)
+            if to:
+                client.connect(to)
             made.append(client)
             return client
 
@@ -168,14 +169,16 @@ def test_messages_pass_as_they_are_and_who_says_them_is_told(
 
 
 def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_whose(
-    serve: Callable[..., Daemon], connect: Callable[..., Socket]
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
 ) -> None:
     (server, secret), (one, its), (other, others) = (zmq.curve_keypair() for _ in range(3))
     daemon = serve(lock=Lock(secret.decode(), [one.decode()]))
 
     def come(public: bytes, private: bytes, of: bytes = server) -> tuple[Socket, Socket]:
-        client = connect(CURVE_SERVERKEY=of, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=private)
+        client = connect("", CURVE_SERVERKEY=of, CURVE_PUBLICKEY=public, CURVE_SECRETKEY=private)
+        # Before it connects: who is refused does not come again.
         monitor = client.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
+        client.connect(address)
         return client, monitor
 
     known, _ = come(one, its)
