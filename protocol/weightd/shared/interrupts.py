@@ -40,7 +40,7 @@ def never_lost() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def _told() -> Generator[None, None, None]:
-    before, printing = getattr(sys, "unraisablehook", None), sys.excepthook
+    before, printing = sys.unraisablehook, sys.excepthook
 
     def swallowed(told: Any) -> None:
         if issubclass(told.exc_type, KeyboardInterrupt):
@@ -48,7 +48,7 @@ def _told() -> Generator[None, None, None]:
             again = threading.Timer(_SOON_S, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()
-        elif before is not None:
+        else:
             before(told)
 
     def printed(kind: Any, error: Any, trace: Any) -> None:
@@ -59,9 +59,7 @@ def _told() -> Generator[None, None, None]:
     try:
         yield
     finally:
-        sys.excepthook = printing
-        if before is not None:
-            sys.unraisablehook = before
+        sys.unraisablehook, sys.excepthook = before, printing
 
 
 @contextlib.contextmanager
