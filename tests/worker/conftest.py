@@ -32,6 +32,7 @@ SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 CONVERTED = (
     *("relu", "wide", "convolution", "threes", "fives", "single", "positive", "scalar"),
     *("two_inputs", "two_batches", "integers", "fixed", "centred", "log"),
+    *("lstm", "image"),
 )
 """The models of the zoo that are asked of MindSpore Lite."""
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
@@ -179,9 +180,13 @@ class Daemon:
             name, Predict(number, RequestDescription("m", specs)), *(frame_of(array) for array in inputs.values())
         )
 
+    def hear_result(self, name: str) -> Tuple[Result, List[bytes]]:
+        """Wait for the answer to a request, and its outputs in their order."""
+        return self.hear(name, Result)
+
     def answer(self, name: str, number: int) -> Any:
         """Wait for the one output of a request."""
-        result, frames = self.hear(name, Result)
+        result, frames = self.hear_result(name)
         assert result.request == number
         (spec,) = result.description.outputs
         return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)

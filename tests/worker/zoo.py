@@ -27,6 +27,8 @@ IMAGES = ("N", 256, 8, 8)
 # MindSpore Lite does not know the defaults of these attributes.
 CONV: dict[str, Any] = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 1], "dilations": [1, 1]}
 
+LSTM = ["Sigmoid", "Tanh", "Tanh"]
+
 
 class Graph(NamedTuple):
     """What `models.save` writes."""
@@ -41,6 +43,11 @@ def reshaped(*shape: int) -> Graph:
     """ "x" FP32 [N, 4] -> relu(x) in another shape: it runs only where N fits, whatever its signature says."""
     nodes = [node("Reshape", ["x", "shape"], ["r"]), node("Relu", ["r"], ["y"])]
     return Graph(nodes, [X], [fp32("y", "M", *shape[1:])], {"shape": np.array(shape)})
+
+
+def small(*shape: int) -> Any:
+    """Weights around 0 of a standard deviation of 0.3."""
+    return (np.random.RandomState(len(shape)).standard_normal(shape) * 0.3).astype(np.float32)
 
 
 def branch(kind: str) -> Any:
@@ -65,6 +72,19 @@ MODELS = {
         [fp32("x", *IMAGES)],
         [fp32("y", *IMAGES)],
         {"w": (np.arange(256 * 256 * 9) % 3 - 1).astype(np.float32).reshape(256, 256, 3, 3)},
+    ),
+    # MindSpore Lite sizes the buffers of an LSTM, and chooses the kernel of a convolution, in a model's first predict.
+    "lstm": Graph(
+        [node("LSTM", ["x", "w", "r", "b", "", "h", "h"], ["y", "y_h", "y_c"], hidden_size=32, activations=LSTM)],
+        [fp32("x", 5, "N", 8), fp32("h", 1, "N", 32)],
+        [fp32("y", 5, 1, "N", 32)],
+        {"w": small(1, 128, 8), "r": small(1, 128, 32), "b": small(1, 256)},
+    ),
+    "image": Graph(
+        [node("Conv", ["x", "w"], ["c"], **CONV), node("Relu", ["c"], ["r"]), node("Conv", ["r", "v"], ["y"], **CONV)],
+        [fp32("x", "N", 3, "H", "W")],
+        [fp32("y", "N", 8, "H", "W")],
+        {"w": small(16, 3, 3, 3), "v": small(8, 16, 3, 3)},
     ),
     # These run only where N is a multiple of 3; of 5, of which no size that a canary tries is one; or where it is 1.
     "threes": reshaped(-1, 3, 4),

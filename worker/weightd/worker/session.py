@@ -9,10 +9,10 @@ import dataclasses
 import functools
 import logging
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Union
 
 from weightd.protocol.codec import clip, encode
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
@@ -31,10 +31,10 @@ from weightd.protocol.messages.children import (
     Probing,
     Settle,
 )
-from weightd.protocol.messages.findings import Cases, Rows
+from weightd.protocol.messages.findings import Case, Cases, Rows
 from weightd.worker import libraries, nativelog, weights
 from weightd.worker.batching import evidence
-from weightd.worker.canary import canary, sample, search
+from weightd.worker.canary import canary, sample, search, shapes
 from weightd.worker.canary.proof import Proof
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, Engine
@@ -50,6 +50,14 @@ from weightd.worker.worth import COSTS, is_worth
 _log = logging.getLogger("weightd.worker")
 
 _DIFFERS = "the answer of this process to many rows is not that of the one that has found out that they can be so"
+
+_BY_SHAPE = (
+    "answers depend on the shapes that the model has computed before: it is built again at each change of shape; "
+    "convert it for fixed shapes to avoid that"
+)
+
+# Cases of a self-test that was searched for: one, and the same with larger free dimensions.
+_SEARCHED = 2
 
 # When nothing is kept for the next predict.
 _IDLE_S = 10.0
@@ -196,10 +204,19 @@ class Session(Life):
         build()
         check(engine.signature)
         self._load_sample()
+        # Each known answer is that of a model that has computed no other shape.
+        engine.by_shape = engine.grows
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
+        engine.by_shape = engine.grows and self._is_by_shape(order, known, build)
         if known.digest and self._tolerance:
             sample.save_answers(self._files.answers, known.answers)
         rows = self._rows(order, known, build)
+        if engine.grew:
+            # The holder's memory is shared as it is, so it holds no buffers but those that each worker needs.
+            build()
+            first = self._largest(known.cases, order.rows)
+            if first:
+                self._compute_first(first, build)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
         engine.give_back()
@@ -219,18 +236,90 @@ class Session(Life):
                 known.cases,
                 known.digest,
                 shared.bytes,
-                shared.note,
+                shared.note or (_BY_SHAPE if engine.by_shape else ""),
                 engine.memory(),
                 gears=engine.gears,
                 canary_note=clip(known.note),
                 is_loss=shared.is_loss,
                 is_template=self._gives is not None,
                 rows=rows,
+                by_shape=engine.by_shape,
             )
         )
 
+    def _is_by_shape(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> bool:
+        """Return whether the answer to a shape depends on the shapes before: whether it differs after a larger one.
+
+        Args:
+            order: what the daemon has said.
+            known: each answer is that of a model that has computed no other shape.
+            rebuild: called where a new model is needed.
+        """
+        engine, self._unfit = self._engine, self._unfit or order.unfit
+        expected = [known, *self._run_between(known.cases, rebuild)] if known.digest else []
+        engine.by_shape = False
+        first = self._largest(known.cases, order.rows)
+        if not first:
+            return False
+        rebuild()
+        if first not in self._unfit:
+            self._probing((first,), self._unfit)
+            self._compute_first(first, rebuild)
+            self._probing((), self._unfit)
+        differs = any(
+            canary.difference(each, self._run(each.cases)) > self._tolerance for _ in range(2) for each in expected
+        )
+        if differs:
+            _log.warning("%s", _BY_SHAPE)
+        return differs
+
+    def _run_between(self, cases: Cases, rebuild: Callable[[], None]) -> Iterator[canary.Canary]:
+        """Run a new model on a shape between the two that the search has found, if there is one."""
+        case = shapes.between(*cases) if len(cases) == _SEARCHED and self._sample is None else {}
+        if case and case not in (*cases, *self._unfit):
+            self._probing((case,), self._unfit)
+            try:
+                yield self._run((case,))
+            except RequestError:
+                rebuild()
+            self._probing((), self._unfit)
+
+    def _largest(self, cases: Cases, rows: int) -> Case:
+        """Return the largest shape that is known to be needed, {} where there is but one shape.
+
+        Raises:
+            BuildError: the configured `max_shape` is not one of this model.
+        """
+        engine = self._engine
+        bound = engine.max_shape
+        if bound is not None:
+            shapes.check_bound(engine.signature, bound)
+            return bound
+        case = shapes.largest(engine.signature, cases, rows)
+        return case if any(case != each for each in cases) else {}
+
+    def _compute_first(self, case: Case, rebuild: Callable[[], None]) -> None:
+        """Compute this shape first, so that none that it covers causes another build later.
+
+        Args:
+            case: the shape of each input.
+            rebuild: called where the model does not run on it.
+
+        Raises:
+            BuildError: it is the configured `max_shape`, and the model does not run on it.
+        """
+        engine = self._engine
+        try:
+            engine.predict(shapes.inputs(engine.signature, case, self._sample))
+        except RequestError as error:
+            if engine.max_shape is not None:
+                raise BuildError(f"options.max_shape: the model does not run on it: {error}") from None
+            rebuild()
+
     def _rows(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
         self._unfit = self._unfit or order.unfit
+        if self._engine.by_shape and order.rows > 1:
+            return Rows((), (), equal=False, note=_BY_SHAPE)
         rows = evidence.find(
             self._engine, order, known, rebuild, lambda trying: self._probing(trying, self._unfit), self._sample
         )
@@ -289,9 +378,14 @@ class Session(Life):
         What was forked from a template has all that: it only answers.
         """
         engine, made = self._engine, self._origin.made
+        engine.by_shape = order.by_shape
         if made is None:
-            self._make(handle=order.handle)
+            build = functools.partial(self._make, handle=order.handle)
+            build()
             self._load_sample()
+            first = self._largest(order.canary_cases, _rows_of(order)) if engine.grows else {}
+            if first and not engine.by_shape:
+                self._compute_first(first, build)
             before = self._run(order.canary_cases)
             engine.give_back()
             shared = engine.sharing.attach(order.handle)
@@ -364,3 +458,9 @@ class Session(Life):
 
     def _ping(self, order: Ping) -> None:
         self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
+
+
+def _rows_of(order: Attach) -> int:
+    """Return the most rows of a predict that several requests may share, 1 where they share none."""
+    found = order.found
+    return order.rows if found is not None and found.inputs and (found.equal or not order.exact) else 1

@@ -161,6 +161,9 @@ class Built:
     is_template: bool = field(default=False, metadata=boolean())
     rows: Optional[Rows] = field(default=None, metadata=record(Rows))
     """None where it was not to be found out."""
+    by_shape: bool = field(default=False, metadata=boolean())
+    """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
+    that it has computed before."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,8 @@ class Attach:
     sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
     exact: bool = field(default=True, metadata=boolean())
     found: Optional[Rows] = field(default=None, metadata=record(Rows))
+    by_shape: bool = field(default=False, metadata=boolean())
+    """As in `Built`."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class _Search:
         """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""
         self._tell(cases, tuple(self.unfit))
         try:
-            runs = canary.run(self._engine, cases), canary.run(self._engine, cases)
+            runs = canary.run_twice(self._engine, cases)
             if canary.shows(runs[0]):
                 return runs
             self._give_up(cases)
@@ -193,7 +193,7 @@ def _required(engine: Engine, cases: Cases, tell: Tell, sample: Optional[Arrays]
         _check(engine.signature, case)
     tell(cases, ())
     try:
-        runs = canary.run(engine, cases, sample), canary.run(engine, cases, sample)
+        runs = canary.run_twice(engine, cases, sample)
     except RequestError as error:
         raise BuildError(f"the model does not run on the configured canary, {described(cases)}: {error}") from None
     tell((), ())

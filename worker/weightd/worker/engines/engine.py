@@ -7,7 +7,7 @@ import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory
+from weightd.protocol.messages.findings import Case, DeviceMemory
 from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.sharing import Sharing
@@ -66,6 +66,18 @@ class Engine(abc.ABC):
     can_rebuild: ClassVar[bool] = True
     spoils: ClassVar[bool] = True
     """Whether a predict may leave the model so that a later answer is wrong in silence."""
+    grows: ClassVar[bool] = False
+    """Whether a model's first predict decides which shapes it can compute: the engine builds a new model for a shape
+    that the first one does not cover."""
+    grew: bool = False
+    """Whether that has happened since `build`, or since somebody set it to False."""
+    by_shape: bool = False
+    """Whether the engine builds a new model at each change of shape, set where answers depend on the shapes before."""
+
+    @property
+    def max_shape(self) -> Optional[Case]:
+        """The largest shape of each input that the configuration allows, None where it sets none."""
+        return None
 
     @abc.abstractmethod
     def versions(self) -> Dict[str, str]:

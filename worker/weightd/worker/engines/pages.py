@@ -24,12 +24,16 @@ class PageSharing(Sharing):
 
     def __init__(self) -> None:
         self._before: Optional[pagesharing.Starts] = None
+        # The page store that the built model shares, "" while it shares none.
+        self._store = ""
+        self._block_bytes: Optional[int] = None
 
     def begin(self, handle: str) -> None:
         """Remember what there is before a build: what comes with it is shared.
 
         All of what is behind the handle will be looked at, and what no process uses has left memory.
         """
+        self._block_bytes = pagesharing.block_bytes()
         self._before = pagesharing.begin()
         if handle:
             pagesharing.fetch(handle)
@@ -47,6 +51,7 @@ class PageSharing(Sharing):
         if not sharing.shared_bytes:
             Path(store).unlink()
             return Shared("", 0, _SMALL)
+        self._store = store
         in_memory = "" if pagesharing.on_disk(store) else _IN_MEMORY
         return Shared(store, sharing.shared_bytes, in_memory)
 
@@ -63,7 +68,16 @@ class PageSharing(Sharing):
             return Shared("", 0, f"weights are not shared: {error}")
         finally:
             pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
+        self._store = handle
         return Shared(handle, sharing.shared_bytes, "")
+
+    def attach_again(self) -> None:
+        """Share the pages of a model that was built again, after its first predict; a failure is only logged."""
+        if self._store:
+            note = self.attach(self._store).note
+            if note:
+                _log.warning("%s", note)
+        pagesharing.restore(self._block_bytes)
 
     def settle(self, handle: str) -> None:
         """Let the store's pages that no process uses leave memory."""

@@ -54,7 +54,7 @@ differently.
 
 from .chunks import LEAST, Starts
 from .errors import Unavailable
-from .sharing import Sharing, begin, hold, join, prepare
+from .sharing import Sharing, begin, block_bytes, hold, join, prepare, restore
 from .store import evict, fetch, on_disk, resident_bytes
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "Starts",
     "Unavailable",
     "begin",
+    "block_bytes",
     "evict",
     "fetch",
     "hold",
@@ -70,4 +71,5 @@ __all__ = [
     "on_disk",
     "prepare",
     "resident_bytes",
+    "restore",
 ]

@@ -13,7 +13,7 @@ import mmap
 import os
 import platform
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 
@@ -83,6 +83,8 @@ class Libc:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the signatures of what is used of ``library``."""
+        self.block_bytes: Optional[int] = None
+        """The size from which malloc gives blocks mappings of their own; None: malloc decides."""
         self._mmap = library.mmap
         self._mmap.argtypes = (_address, _size, _int, _int, _int, ctypes.c_long)
         self._mmap.restype = _address
@@ -194,6 +196,7 @@ class Libc:
     def give_own_mappings_from(self, length: int) -> None:
         """Have malloc give each block of at least ``length`` bytes a mapping of its own, from now on."""
         self._mallopt(_M_MMAP_THRESHOLD, length)
+        self.block_bytes = length
 
     def keep_free_memory(self, length: int) -> None:
         """Have malloc keep up to ``length`` bytes that are free at the end of its heap, from now on."""

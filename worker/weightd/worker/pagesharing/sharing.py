@@ -76,6 +76,17 @@ def begin() -> Optional[chunks.Starts]:
     return before
 
 
+def block_bytes() -> Optional[int]:
+    """Return the size from which blocks get mappings of their own by now; None where the C library decides."""
+    return None if unsupported() else libc().block_bytes
+
+
+def restore(size: Optional[int]) -> None:
+    """Set what `block_bytes` has returned earlier."""
+    if size is not None:
+        libc().give_own_mappings_from(size)
+
+
 def hold(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
     """Write the large private memory of this process to a new store, and use the store's pages from then on.
 

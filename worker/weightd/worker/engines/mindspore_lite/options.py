@@ -6,11 +6,13 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, decode, integer, many, one_of, text
+from weightd.protocol.schema import FieldError, boolean, decode, integer, many, mapping, one_of, text
 from weightd.worker.engines.errors import BuildError
+
+_MAX_SHAPE = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
@@ -36,6 +38,7 @@ class Options:
     dec_key_file: str = field(default="", metadata=_PATH)
     dec_mode: str = field(default="AES-GCM", metadata=one_of(["AES-GCM", "AES-CBC", "SM4-CBC"]))
     variable_weights: bool = field(default=False, metadata=boolean())
+    max_shape: Optional[Mapping[str, Tuple[int, ...]]] = field(default=None, metadata=_MAX_SHAPE)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:

@@ -21,7 +21,7 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
@@ -30,10 +30,8 @@ from weightd.worker.engines.engine import Arrays, Settings
 from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
 from weightd.worker.engines.mindspore_lite.model import name_of
+from weightd.worker.engines.mindspore_lite.shapes import Form
 from weightd.worker.engines.mindspore_lite.turns import Turns
-
-Form = Tuple[Tuple[int, ...], ...]
-"""The shapes of the inputs, in the model's order."""
 
 # So many are known not to fail by their shapes; the others run alone each time.
 _MAX_FORMS = 1024
@@ -58,19 +56,22 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new runner."""
+        self._turns = Turns()
+        super().build(model, pids=pids, handle=handle)
+
+    def _build_model(self) -> None:
         context, arguments = self._context(), self._options.arguments()
         cores = os.sched_getaffinity(0)
-        self._turns = Turns()
+        self._first = self._last = None
         self._forms: Set[Form] = set()
         self._is_spoilt = False
-        self._begin(handle)
         with self._log.cause_of(BuildError):
             context.parallel.workers_num = self.concurrency
             if arguments:
                 context.parallel.config_path = arguments["config_path"]
             # This lets go of the one before, as soon as its workers are idle.
             self._model = self._library.ModelParallelRunner()
-            self._model.build_from_file(model, context)
+            self._model.build_from_file(self._path, context)
         if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
             keep_to(cores)
         self._learn()
@@ -78,24 +79,31 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run beside others if the shapes are known to the model, else alone."""
-        arrays = [inputs[name] for name in self._names]
-        form = tuple([array.shape for array in arrays])
-        turns = self._turns
-        if form in self._forms:
+        form, turns = self._form_of(inputs), self._turns
+        outputs: Optional[Arrays] = None
+        if self._is_known(form):
             with turns.beside():
-                outputs = self._run(arrays)
-        else:
+                # A new Model, which may have been built meanwhile, knows no shape.
+                if self._is_known(form):
+                    outputs = self._compute(inputs)
+        if outputs is None:
             for signature, shape in zip(self._signature.inputs, form):
                 _check(signature, shape)
             with turns.alone():
-                outputs = self._run(arrays)
+                outputs = self._compute_changed(form, inputs)
+                if len(self._forms) < _MAX_FORMS:
+                    self._forms.add(form)
         if self._log.size() != self._accounted:
             self._account()
         if self._is_spoilt:
             raise Doubtful("another predict failed while this one ran")
-        if len(self._forms) < _MAX_FORMS:
-            self._forms.add(form)
         return outputs
+
+    def _is_known(self, form: Form) -> bool:
+        return form == self._first if self.by_shape else form in self._forms
+
+    def _compute(self, inputs: Arrays) -> Arrays:
+        return self._run([inputs[name] for name in self._names])
 
     def _run(self, arrays: List[Any]) -> Arrays:
         if self._is_spoilt:

@@ -1,0 +1,281 @@
+"""Answers of MindSpore Lite do not depend on the shapes that a process has computed before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Sequence, Tuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from testkit import freshanswers
+from testkit.examples import examples
+from testkit.freshanswers import Shapes
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.messages.children import Attach, Attached, Broken, Build, Built, Failed, Hello
+from weightd.worker.canary import canary
+from weightd.worker.canary.proof import Proof
+from weightd.worker.engines import ENGINES
+from weightd.worker.engines.engine import Engine, Settings
+from weightd.worker.engines.errors import Spoilt
+from weightd.worker.engines.mindspore_lite.shapes import Form, covers, grown
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import Daemon
+
+Model = Callable[[str], Path]
+Answers = List[Any]
+
+FORMS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple)
+
+BATCHES = (1, 2, 3, 5, 8, 16, 33, 64)
+IMAGES = ((1, 16, 16), (1, 24, 48), (2, 32, 32), (1, 64, 64), (1, 48, 24))
+
+
+def lstm(batch: int) -> Shapes:
+    return {"x": (5, batch, 8), "h": (1, batch, 32)}
+
+
+def image(batch: int, height: int, width: int) -> Shapes:
+    return {"x": (batch, 3, height, width)}
+
+
+CASES: Dict[str, List[Shapes]] = {
+    "lstm": [lstm(batch) for batch in BATCHES],
+    "image": [image(*sizes) for sizes in IMAGES],
+    "wide": [{"x": (rows, 1024)} for rows in BATCHES],
+}
+
+
+# --- Which shapes a Model computes first ----------------------------------------------------------------------
+
+
+@given(FORMS, FORMS)
+def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: Form, form: Form) -> None:
+    declared = [(-1,) * len(shape) for shape in form]
+    after = grown(first, form, declared)
+    assert covers(after, form)
+    sizes = [sum(int(np.prod(shape)) for shape in each) for each in (first, form, after)]
+    assert sizes[2] <= 4 * max(sizes[:2])
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> None:
+    first: Form = ((now, 4),)
+    builds = 0
+    for rows in range(1, now + further):
+        if not covers(first, ((rows, 4),)):
+            first, builds = grown(first, ((rows, 4),), [(-1, 4)]), builds + 1
+    assert builds <= 11
+
+
+@pytest.mark.parametrize(
+    ("first", "form", "expected"),
+    [
+        (((1, 64, 32),), ((1, 32, 64),), ((1, 64, 64),)),
+        (((1, 4096),), ((4096, 1),), ((4096, 1),)),  # together they would have 4,096 times the elements
+        (((2, 3), (7,)), ((5, 4), (7,)), ((8, 4), (7,))),  # only the rows are rounded up
+    ],
+)
+def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(first: Form, form: Form, expected: Form) -> None:
+    declared = [tuple(-1 if dim != 7 else 7 for dim in shape) for shape in form]
+    assert grown(first, form, declared) == expected
+
+
+# --- The engine -----------------------------------------------------------------------------------------------
+
+mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
+
+
+@pytest.fixture(scope="session")
+def fresh_answers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+    """Give the answer to each case of a model by a process that computes nothing else."""
+    known: Dict[str, Answers] = {}
+
+    def answers(name: str) -> Answers:
+        if name not in known:
+            out = tmp_path_factory.mktemp(name)
+            command = [sys.executable, freshanswers.__file__, str(model(name)), str(out), json.dumps(CASES[name])]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+            known[name] = [np.load(str(out / f"{number}.npz"))["y"] for number in range(len(CASES[name]))]
+        return known[name]
+
+    return answers
+
+
+def make(model: Path, kind: str, **options: Any) -> Engine:
+    engine = ENGINES["mindspore_lite"](
+        Settings(1, "cpu", options={**options, **({"parallel_workers": 2} if kind == "parallel" else {})})
+    )
+    engine.build(str(model))
+    return engine
+
+
+def compare(engine: Engine, name: str, order: Sequence[int], expected: Answers) -> None:
+    for number in order:
+        shapes = CASES[name][number]
+        found = engine.predict(freshanswers.values(shapes))["y"]
+        assert found.tobytes() == expected[number].tobytes(), f"{shapes} in {order}"
+
+
+def test_the_library_answers_wrongly_or_crashes_after_a_smaller_shape(model: Model, fresh_answers: Any) -> None:
+    """Why the engine never has a Model compute a larger shape than its first one."""
+    script = (
+        "import sys, json, numpy as np, mindspore_lite as lite\n"
+        "from testkit.freshanswers import values\n"
+        "context = lite.Context(); context.target = ['cpu']; context.cpu.thread_num = 1\n"
+        "model = lite.Model(); model.build_from_file(sys.argv[1], lite.ModelType.MINDIR, context)\n"
+        "for shapes in json.loads(sys.argv[2]):\n"
+        "    model.resize(model.get_inputs(), [shapes[each.name] for each in model.get_inputs()])\n"
+        "    inputs = model.get_inputs(); arrays = values(shapes)\n"
+        "    for each in inputs: each.set_data_from_numpy(arrays[each.name])\n"
+        "    answer = [each for each in model.predict(inputs) if each.name == 'y'][0].get_data_to_numpy().copy()\n"
+        "sys.stdout.write(answer.tobytes().hex()); sys.stdout.flush()\n"
+    )
+    order = [CASES["lstm"][number] for number in (0, 2, 4, 5)]
+    command = [sys.executable, "-c", script, str(model("lstm")), json.dumps(order)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode < 0 or done.stdout != fresh_answers("lstm")[5].tobytes().hex(), done.stderr
+
+
+@pytest.mark.parametrize(("name", "by_shape"), [("lstm", False), ("wide", False), ("image", True), ("lstm", True)])
+def test_answers_are_those_of_a_fresh_process_in_whatever_order_shapes_come(
+    name: str, by_shape: bool, kind: str, model: Model, fresh_answers: Callable[[str], Answers]
+) -> None:
+    expected = fresh_answers(name)
+
+    @settings(max_examples=examples(10))
+    @given(st.lists(st.sampled_from(range(len(expected))), min_size=2, max_size=8))
+    def check(order: List[int]) -> None:
+        engine = make(model(name), kind)
+        engine.by_shape = by_shape
+        compare(engine, name, order, expected)
+
+    check()
+
+
+def test_a_covered_shape_causes_no_build(model: Model, kind: str) -> None:
+    engine: Any = make(model("lstm"), kind)
+    engine.predict(freshanswers.values(lstm(33)))
+    built = engine._model
+    for batch in (1, 33, 16):
+        engine.predict(freshanswers.values(lstm(batch)))
+    assert (engine._model is built, engine.grew) == (True, False)
+    engine.predict(freshanswers.values(lstm(34)))
+    assert (engine._model is built, engine.grew) == (False, True)
+
+
+def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
+) -> None:
+    engine: Any = make(model("lstm"), "alone")
+    compute, asked = engine._compute, []
+
+    def refuse(inputs: Any) -> Any:
+        asked.append(inputs["x"].shape[1])
+        if inputs["x"].shape[1] == 50:
+            raise Spoilt("it does not run")
+        return compute(inputs)
+
+    monkeypatch.setattr(engine, "_compute", refuse)
+    monkeypatch.setattr("weightd.worker.engines.mindspore_lite.cpu.grown", lambda *_: ((5, 50, 8), (1, 50, 32)))
+    compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
+    assert asked == [1, 16, 50, 16]
+
+
+def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, kind: str) -> None:
+    engine = make(model("lstm"), kind, max_shape={"x": [5, 16, 8], "h": [1, 16, 32]})
+    engine.predict(freshanswers.values(lstm(16)))
+    expected = r'^input "x": expected a shape of at most \[5, 16, 8\], .* mindspore_lite.max_shape .* got \[5, 17, 8\]$'
+    with pytest.raises(InvalidArgument, match=expected):
+        engine.predict(freshanswers.values(lstm(17)))
+    engine.predict(freshanswers.values(lstm(16)))
+
+
+def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_then_on(
+    model: Model, kind: str, fresh_answers: Callable[[str], Answers]
+) -> None:
+    engine = make(model("image"), kind)
+    known = canary.run(engine, ({"x": (1, 3, 16, 16)},))
+    proof = Proof(engine, known)
+    for number in (0, 3, 1, 4, 2, 0):
+        inputs = freshanswers.values(CASES["image"][number])
+        found = proof.checked(inputs, engine.predict(inputs))["y"]
+        assert found.tobytes() == fresh_answers("image")[number].tobytes()
+    assert engine.by_shape
+
+
+# --- Processes ------------------------------------------------------------------------------------------------
+
+
+def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tuple[Built, Attached]:
+    """A holder "h", and a worker "w" that has attached to what it shares."""
+    for name in ("h", "w"):
+        daemon.start(name, model, "--options", options)
+        daemon.hear(name, Hello)
+    daemon.tell("h", Build((), rows=rows))
+    built, _ = daemon.hear("h", Built)
+    daemon.tell("w", Attach(built.handle, built.canary_cases, rows, found=built.rows, by_shape=built.by_shape))
+    attached, _ = daemon.hear("w", Attached)
+    assert attached.canary == built.canary != ""
+    return built, attached
+
+
+@pytest.mark.parametrize(("name", "by_shape"), [("lstm", False), ("image", True), ("wide", False)])
+def test_a_worker_answers_as_a_fresh_process_does(
+    name: str, by_shape: bool, daemon: Daemon, model: Model, fresh_answers: Callable[[str], Answers]
+) -> None:
+    built, _ = serve(daemon, model(name), rows=8)
+    assert built.by_shape == by_shape
+    assert ("depend on the shapes" in built.note) == by_shape
+    order = np.random.RandomState(7).randint(0, len(CASES[name]), 20)
+    for request, number in enumerate(order):
+        daemon.ask("w", request, **freshanswers.values(CASES[name][number]))
+        _, frames = daemon.hear_result("w")
+        assert frames[0] == fresh_answers(name)[number].tobytes()
+
+
+def test_weights_are_shared_again_after_growth(daemon: Daemon, model: Model) -> None:
+    _, attached = serve(daemon, model("wide"))
+    maps = Path(f"/proc/{daemon.children['w'].pid}/smaps")
+
+    def shared_bytes() -> int:
+        lines, found = maps.read_text().splitlines(), 0
+        for number, line in enumerate(lines):
+            if line.endswith("/store"):
+                found += int(lines[number + 1].split()[1]) * 1024
+        return found
+
+    before = shared_bytes()
+    daemon.ask("w", 1, **freshanswers.values({"x": (64, 1024)}))
+    daemon.answer("w", 1)
+    assert before >= attached.shared_bytes > 0
+    assert shared_bytes() >= before - 64 * 1024
+
+
+def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, model: Model) -> None:
+    expected = {
+        '{"max_shape": {"y": [2, 1024]}}': "options.max_shape: expected inputs x, got y",
+        '{"max_shape": {"x": [2, 1000]}}': "options.max_shape.x: expected a shape like [-1, 1024], got [2, 1000]",
+    }
+    for number, (options, cause) in enumerate(expected.items()):
+        name = f"h{number}"
+        daemon.start(name, model("wide"), "--options", options)
+        daemon.hear(name, Hello)
+        daemon.tell(name, Build(()))
+        broken, _ = daemon.hear(name, Broken)
+        assert broken.cause == cause
+
+
+def test_a_request_beyond_max_shape_is_refused_and_costs_no_worker(daemon: Daemon, model: Model) -> None:
+    serve(daemon, model("wide"), options='{"max_shape": {"x": [4, 1024]}}')
+    daemon.ask("w", 1, **freshanswers.values({"x": (5, 1024)}))
+    failed, _ = daemon.hear("w", Failed)
+    assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+    daemon.ask("w", 2, **freshanswers.values({"x": (4, 1024)}))
+    assert daemon.answer("w", 2).shape == (4, 1024)

@@ -1,0 +1,73 @@
+"""Decides which input shapes a built MindSpore Lite Model may compute.
+
+On the CPU, MindSpore Lite 2.0.0 lets the first predict of a Model decide what later ones do. Measured on 2.0.0:
+
+- An LSTM sizes its buffers in the first predict. A later predict of a larger shape writes past their end: its answer is
+  wrong without an error, or the process crashes. After a first predict of the largest shape, every smaller shape had
+  the bits that a new process gives.
+- A convolution chooses its kernel in the first predict. A later predict of another height or width runs that kernel,
+  too, and its answer differs in the last bits from that of a new process.
+- A new Model in the same process gives the bits of a new process.
+
+So a Model never computes a shape that its first one does not cover, and a model with a kernel that depends on the first
+shape gets a new Model for each shape. Everything here is a pure function of shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence, Tuple
+
+Shape = Tuple[int, ...]
+
+Form = Tuple[Shape, ...]
+"""The shapes of all inputs, in the order in which the model declares them."""
+
+# The joined shape of two requests may be far larger than either, and its memory stays with the Model.
+_MOST_GROWTH = 4
+
+
+def covers(first: Form, form: Form) -> bool:
+    """Return whether no dimension of `form` is larger than that of `first`."""
+    return all(
+        len(one) == len(other) and all(dim <= bound for dim, bound in zip(one, other))
+        for one, other in zip(form, first)
+    )
+
+
+def grown(first: Form, form: Form, declared: Sequence[Shape]) -> Form:
+    """Return the shapes that a new Model computes first so that it covers `form`.
+
+    They cover `first` as well, so that clients with different shapes do not take turns in causing builds. A number of
+    rows is rounded up to a power of two, so that a client that asks for one more row each time causes few of them.
+
+    Args:
+        first: the first shapes of the Model that is replaced.
+        form: the shapes of a request.
+        declared: the shapes that the model declares; a free dimension is -1.
+    """
+    rows = {shape[0] for shape, known in zip(form, declared) if known[:1] == (-1,)}
+    (count,) = rows if len(rows) == 1 else (0,)
+    if any(known[:1] == (-1,) and shape[0] >= count for shape, known in zip(first, declared)):
+        count = 0
+    joined = []
+    for before, shape, known in zip(first, form, declared):
+        dims = list(map(max, shape, before)) if len(before) == len(shape) else list(shape)
+        if known[:1] == (-1,):
+            dims[0] = max(dims[0], _power_of_two(count))
+        joined.append(tuple(dims))
+    most = _MOST_GROWTH * max(_elements(first), _elements(form))
+    return tuple(joined) if _elements(tuple(joined)) <= most else form
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count > 0 else 0
+
+
+def _elements(form: Form) -> int:
+    total = 0
+    for shape in form:
+        count = 1
+        for dim in shape:
+            count *= dim
+        total += count
+    return total
