@@ -22,6 +22,7 @@ ALL: dict[str, Any] = {
     "thread_affinity_cores": [0, 3],
     "inter_op_parallel": 2,
     "parallel_workers": 4,
+    "max_shape": {"x": [16, 3, 224, 224]},
     "config_file": "/c/lite.ini",
     "dec_key_file": "/c/key",
     "dec_mode": "SM4-CBC",
@@ -119,6 +120,7 @@ NOT_SHARED = {
         ({"thread_affinity_mode": 1}, CARDS, "thread_affinity_mode", NO_CARD),
         ({"thread_affinity_cores": [0]}, CARDS, "thread_affinity_cores", NO_CARD),
         ({"inter_op_parallel": 1}, CARDS, "inter_op_parallel", NO_CARD),
+        ({"max_shape": {"x": [4]}}, CARDS, "max_shape", NO_CARD),
         ({"parallel_workers": 2}, CARDS, "parallel_workers", OWN),
         (
             {**TWO, "dec_key_file": "/k"},

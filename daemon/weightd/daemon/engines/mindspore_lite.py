@@ -8,17 +8,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many, one_of
+from weightd.protocol.schema import FieldError, boolean, integer, many, mapping, one_of
 from weightd.shared.devices import has_cores, is_cpu
 from weightd.shared.userpaths import user_path
 
+_SHAPES = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 _TO_SLOW_CORES = 2
@@ -51,6 +52,11 @@ class MindSporeLiteOptions(EngineOptions):
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
     """On the CPU: predicts that each process runs at once, by workers of the library's own that share its weights, each
     with the model's `threads`. The library takes five for each core at most."""
+
+    max_shape: Mapping[str, tuple[int, ...]] | None = field(default=None, metadata=_SHAPES)
+    """On the CPU: the largest shape of each input, such as `{ x = [16, 3, 224, 224] }`. Each process computes it first
+    and keeps memory for it, and larger requests are refused. Default: none; a process builds the model again when a
+    request is larger than all before."""
 
     config_file: str = field(default="", metadata=_PATH)
     """A configuration file of the library's own, absolute or relative to this file."""
@@ -122,7 +128,7 @@ def _without_effect_on_the_cpu(options: MindSporeLiteOptions) -> Iterator[_Probl
 
 
 def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
-    for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel"):
+    for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "max_shape"):
         if getattr(options, key):
             yield key, "it has no effect on a card, only on the cpu"
     if options.parallel_workers > 1:

@@ -34,11 +34,11 @@ class Options:
     thread_affinity_cores: Tuple[int, ...] = field(default=(), metadata=many(integer(0, 65535), 4096))
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
+    max_shape: Optional[Mapping[str, Tuple[int, ...]]] = field(default=None, metadata=_MAX_SHAPE)
     config_file: str = field(default="", metadata=_PATH)
     dec_key_file: str = field(default="", metadata=_PATH)
     dec_mode: str = field(default="AES-GCM", metadata=one_of(["AES-GCM", "AES-CBC", "SM4-CBC"]))
     variable_weights: bool = field(default=False, metadata=boolean())
-    max_shape: Optional[Mapping[str, Tuple[int, ...]]] = field(default=None, metadata=_MAX_SHAPE)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Options:
