@@ -33,7 +33,7 @@ $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-kserve test-ray test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
+.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-kserve test-ray test-models test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
 .PHONY: bench-rival bench-gateway bench-cluster help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
@@ -45,7 +45,7 @@ test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where
 # numpy begins no threads of its own here: hundreds of processes would each pay for as many as there are cores.
 test-most test-oldest test-ranks: export OPENBLAS_NUM_THREADS = 1
 
-test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) --ignore tests/ranks --ignore tests/ray
+test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) --ignore tests/ranks --ignore tests/ray --ignore tests/models
 
 test-oldest:
 	@# The packages that run on 3.7 are tested there meanwhile. In processes of their own: importing mindspore_lite makes the
@@ -72,6 +72,9 @@ test-ray: $(RAY)/.made  ## weightd on a real Ray Serve: three nodes on this mach
 	@# Ray's own warnings are no errors here.
 	$(RAY)/bin/python -m pytest -o filterwarnings=ignore tests/ray
 
+test-models: $(VENV)/.made $(MSLITE)/.made .models/.made  ## models of public packages on both engines, sizes in random order; not in CI
+	$(BIN)/python -m pytest tests/models
+
 test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real systemd, and whether a broken unit is noticed [root]
 	$(BIN)/python -m pytest tests/systemd
 	PYTHONPATH=tests/support $(BIN)/python -m tests.systemd.mutants
@@ -87,7 +90,7 @@ check-pyright: ; $(BIN)/pyright
 check-mypy: ; $(BIN)/mypy
 
 # What pytest makes of the tests is kept: two that begin at once would each make all of it.
-collect: ; $(BIN)/python -m pytest --collect-only --quiet --quiet --ignore tests/ray
+collect: ; $(BIN)/python -m pytest --collect-only --quiet --quiet --ignore tests/ray --ignore tests/models
 
 check-rest:
 	$(BIN)/ruff check
@@ -117,7 +120,7 @@ leak: $(VENV)/.made mslite-if-possible  ## 200,000 requests and 30 loads, and te
 	$(BIN)/python -m tests.chaos.sizes
 
 clean:  ## remove everything that the other targets made
-	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* .venv-kserve $(RAY) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MSLITE) $(MINDSPORE) $(RIVAL) $(RIVAL)-* .venv-kserve .models $(RAY) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
@@ -180,6 +183,10 @@ $(MINDSPORE)/.made: .ci/requirements-mindspore.txt
 	$(call install,$(MINDSPORE)) --no-compile --requirement $<
 	printf '%s\n' $(addprefix '$(CURDIR)'/,worker protocol tests/support) \
 	> "$$($(MINDSPORE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/weightd.pth"
+	@touch $@
+
+.models/.made: .ci/requirements-models.txt $(VENV)/.made
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) --requirement $<
 	@touch $@
 
 .venv-kserve/.made: .ci/requirements-kserve.txt $(VENV)/.made

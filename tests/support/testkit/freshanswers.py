@@ -1,29 +1,33 @@
 """Answers of MindSpore Lite alone, each of a process that computes nothing else.
 
-``python fresh_answers.py MODEL OUT SHAPES``: SHAPES is a JSON list of {input: shape}; OUT/N.npz has the answer to the
-Nth, and is missing where the process died. Processes are forked before the library has built anything.
+``python freshanswers.py MODEL DIRECTORY NUMBER`` computes DIRECTORY/0.in.npz to NUMBER - 1, and writes N.out.npz, which
+is missing where the process died. Processes are forked before the library has built anything.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 
-Shapes = Dict[str, Sequence[int]]
+Arrays = Mapping[str, Any]
 
 
-def values(shapes: Shapes) -> Dict[str, Any]:
-    """Return the inputs that both sides compute on, FP32."""
-    random = np.random.RandomState(sum(sum(shape) for shape in shapes.values()))
-    return {name: random.uniform(-1, 1, shapes[name]).astype(np.float32) for name in sorted(shapes)}
+def answers(model: Path, inputs: Sequence[Arrays], directory: Path, python: str) -> List[Optional[Arrays]]:
+    """Return the answer to each of the inputs, None where the process died; `python` has MindSpore Lite."""
+    for number, arrays in enumerate(inputs):
+        np.savez(str(directory / f"{number}.in.npz"), **arrays)
+    command = [python, __file__, str(model), str(directory), str(len(inputs))]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    outs = [directory / f"{number}.out.npz" for number in range(len(inputs))]
+    return [dict(np.load(str(out))) if out.exists() else None for out in outs]
 
 
-def answer(model: str, shapes: Shapes) -> Dict[str, Any]:
+def answer(model: str, arrays: Arrays) -> Dict[str, Any]:
     """Return what a new Model answers."""
     import mindspore_lite
 
@@ -32,26 +36,26 @@ def answer(model: str, shapes: Shapes) -> Dict[str, Any]:
     context.cpu.thread_num = 1
     built = mindspore_lite.Model()
     built.build_from_file(model, mindspore_lite.ModelType.MINDIR, context)
-    inputs, arrays = built.get_inputs(), values(shapes)
-    built.resize(inputs, [list(shapes[each.name]) for each in inputs])
+    inputs = built.get_inputs()
+    built.resize(inputs, [list(arrays[each.name].shape) for each in inputs])
     inputs = built.get_inputs()
     for each in inputs:
-        each.set_data_from_numpy(arrays[each.name])
+        each.set_data_from_numpy(np.ascontiguousarray(arrays[each.name]))
     return {each.name: np.array(each.get_data_to_numpy()) for each in built.predict(inputs)}
 
 
-def main(model: str, out: str, shapes: str) -> None:
+def main(model: str, directory: str, number: int) -> None:
     """Write the answers."""
     import mindspore_lite  # noqa: F401 - once for all processes
 
-    every: List[Shapes] = json.loads(shapes)
-    for number, each in enumerate(every):
+    for each in range(number):
         child = os.fork()
         if child == 0:
-            np.savez(str(Path(out) / f"{number}.npz"), **answer(model, each))
+            arrays = dict(np.load(str(Path(directory) / f"{each}.in.npz")))
+            np.savez(str(Path(directory) / f"{each}.out.npz"), **answer(model, arrays))
             os._exit(0)
         os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -126,7 +126,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     def _build_again(self) -> None:
         # The memory of the old Model is free before the new one is built.
-        self._model, self._tensors = None, []
+        self._drop()
         try:
             self._begin(self._handle)
             self._build_model()

@@ -15,7 +15,7 @@ shape gets a new Model for each shape. Everything here is a pure function of sha
 
 from __future__ import annotations
 
-from typing import Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 Shape = Tuple[int, ...]
 
@@ -49,7 +49,7 @@ def grown(first: Form, form: Form, declared: Sequence[Shape]) -> Form:
     (count,) = rows if len(rows) == 1 else (0,)
     if any(known[:1] == (-1,) and shape[0] >= count for shape, known in zip(first, declared)):
         count = 0
-    joined = []
+    joined: List[Shape] = []
     for before, shape, known in zip(first, form, declared):
         dims = list(map(max, shape, before)) if len(before) == len(shape) else list(shape)
         if known[:1] == (-1,):
