@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from testkit import surroundings
 from testkit.fakedaemon import directory
 from weightd.ray import guard
 from weightd.ray.guard import Guard, Pauses
@@ -73,6 +74,20 @@ def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
 def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
     done = subprocess.run(guard.command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
     assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
+
+
+@pytest.mark.parametrize("how", ["ignored,blocked"])
+def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory: Path) -> None:
+    command = [*surroundings.command(how), *guard.command(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # Its configuration is wrong, which its exit status says.
+        process.stdin.write(guard.order({"m": {"path": "/m.onnx", "workers": 0}}))
+        process.stdin.flush()
+        address, starts, failed = [json.loads(line) for line in process.stdout]
+    assert (address.keys(), starts) == ({"address", "pid"}, {"starts": True})
+    assert failed["failed"].startswith("the daemon ends with status 78")
 
 
 def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:

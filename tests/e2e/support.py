@@ -266,11 +266,14 @@ def _toml(table: Mapping[str, object]) -> list[str]:
 
 
 class Weightd:
-    """The command `weightd` with some arguments; killed at the end of the block if it still runs."""
+    """The command `weightd` with some arguments; killed at the end of the block if it still runs.
 
-    def __init__(self, log: Path, *arguments: object, session: bool = False) -> None:
+    `under` is the beginning of the command line of a program that becomes, or starts, `weightd`.
+    """
+
+    def __init__(self, log: Path, *arguments: object, session: bool = False, under: Sequence[str] = ()) -> None:
         self._log = log
-        self._command = [sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
+        self._command = [*under, sys.executable, "-m", "weightd.daemon", *map(str, arguments)]
         self._session = session
 
     def __enter__(self) -> Weightd:

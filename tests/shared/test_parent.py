@@ -69,7 +69,7 @@ def masks(pid: int) -> List[bool]:
     return [bool(int(status.partition(f"\n{name}:\t")[2].split()[0], 16) & 2) for name in ("SigBlk", "SigIgn")]
 
 
-DEAF = f"from weightd.shared import parent; parent.ignore_interrupts(); {CHILD}"
+DEAF = f"import signal; from weightd.shared import parent, signals; signals.reset(signal.SIGINT); {CHILD}"
 # Whoever runs the tests in the background has them ignore SIGINT.
 INTERRUPTED = f"import os, signal as s; s.signal(s.SIGINT, s.SIG_DFL); os.kill(os.getpid(), s.SIGINT); {DEAF}"
 

@@ -7,6 +7,7 @@ import sys
 
 from weightd import ray as cluster
 from weightd.protocol.errors import WeightdError
+from weightd.shared import signals
 from weightd.shared.commandline import Parser
 
 OK = 0
@@ -39,4 +40,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signals.reset()
     sys.exit(main())

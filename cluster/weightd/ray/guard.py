@@ -25,6 +25,7 @@ from typing import Any
 from weightd.protocol.errors import InvalidArgument, WeightdError
 from weightd.ray import configuration
 from weightd.ray.rooms import Room, room
+from weightd.shared import signals
 from weightd.shared.parent import die_with
 
 _ORDER = 0
@@ -186,12 +187,10 @@ def _line() -> str:
 def _told_to_end() -> Generator[int, None, None]:
     """Return what becomes readable at SIGTERM; a terminal's signals are for others."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    # A thread of the replica may have blocked some, and who is started inherits that.
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _nothing)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+    # A thread of the replica may have blocked some, and a new process inherits that.
+    signals.reset(signal.SIGINT, signal.SIGHUP)
     yield reading
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import Sequence
 
 from weightd.daemon import exits
+from weightd.shared import signals
 from weightd.shared.imports import uncollected
 from weightd.shared.interrupts import silent_while_importing
 
@@ -24,6 +25,7 @@ def main() -> int:
         )
         return exits.CONFIG
     with silent_while_importing():
+        signals.reset()
         forked = None
         if _serves(sys.argv[1:]):
             from weightd.daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked

@@ -19,7 +19,7 @@ from weightd.gateway.regions import Regions
 from weightd.gateway.seats import Seats
 from weightd.gateway.server import Server
 from weightd.gateway.service import Service
-from weightd.shared import gatewaycommand
+from weightd.shared import gatewaycommand, signals
 from weightd.shared.commandline import Parser
 
 OK = 0
@@ -86,4 +86,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signals.reset()
     sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from weightd.shared import signals
 from weightd.shared.imports import uncollected
 from weightd.shared.interrupts import silent_while_importing
 
@@ -11,6 +12,7 @@ from weightd.shared.interrupts import silent_while_importing
 def main() -> int:
     """Run the command; return its exit status."""
     with silent_while_importing(), uncollected():
+        signals.reset()
         from weightd.ctl import command  # noqa: PLC0415 - it imports zmq
     return command.main()
 

@@ -41,7 +41,7 @@ def die_with_the_one_named(words: Sequence[str]) -> None:
 
 @contextmanager
 def without_interrupts() -> Generator[None, None, None]:
-    """Have the processes that are started in the block born with SIGINT blocked, until they `ignore_interrupts`.
+    """Have the processes that are started in the block born with SIGINT blocked, until `signals.reset`.
 
     A terminal sends it to the whole process group, and a child is in that of its parent until it has a session of its
     own: a Ctrl-C in that moment would kill it. What comes for this process is not lost, but waits for the block's end.
@@ -51,10 +51,3 @@ def without_interrupts() -> Generator[None, None, None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, also one that has come before this call: who stops when is its decision."""
-    # In this order: what is pending is dropped by the first, and would kill after the second.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
+from weightd.shared import signals
 from weightd.shared.parent import die_with_the_one_named
 
 if __name__ == "__main__":
+    # Ctrl-C is the daemon's to act on.
+    signals.reset(signal.SIGINT)
     die_with_the_one_named(sys.argv)
 
 from weightd.worker import arguments, child, exits

@@ -22,7 +22,7 @@ from weightd.shared.meeting import Meeting
 from weightd.shared.members import Members, joint_digest
 from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.shared.parent import die_with
 from weightd.shared.title import Title
 from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
@@ -50,7 +50,6 @@ _LINGER_MS = 2000
 
 def begin() -> Beginning:
     """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
-    ignore_interrupts()
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)

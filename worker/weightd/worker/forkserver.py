@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from typing import Any, List
 
+from weightd.shared import signals
 from weightd.shared.parent import die_with_the_one_named
 
 if __name__ == "__main__":
+    # Ctrl-C is the daemon's to act on.
+    signals.reset(signal.SIGINT)
     die_with_the_one_named(sys.argv)
 
 # What a canary needs, and numpy may not import before.

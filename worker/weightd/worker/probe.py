@@ -15,7 +15,8 @@ import signal
 import sys
 from typing import Any, Dict
 
-from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.shared import signals
+from weightd.shared.parent import die_with
 from weightd.worker import exits
 from weightd.worker.engines.engine import Settings
 from weightd.worker.engines.errors import BuildError
@@ -32,8 +33,9 @@ def main() -> int:
     parser.add_argument("--parent", type=int, default=0, help="pid of the process without which this one ends")
     options = parser.parse_args()
     device: str = options.device
+    # Ctrl-C is the daemon's to act on, if there is one.
+    signals.reset(*([signal.SIGINT] if options.parent else []))
     if options.parent:
-        ignore_interrupts()
         die_with(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.
     signal.alarm(LIMIT_S)

@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO, Tuple
 
 from weightd.protocol.version import VERSION
+from weightd.shared import signals
 from weightd.shared.parent import die_with
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signals.reset()
     main()
     # Native libraries have been seen to crash in their exit handlers.
     os._exit(0)

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,9 +24,10 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple
 
 from weightd.daemon.children.meter import Meter
+from weightd.shared import signals
 from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.shared.parent import die_with
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -238,7 +240,8 @@ def answer(wanted: Sequence[Wanted], files: Sequence[str] = (), meter: Meter | N
 
 def main() -> None:
     """Be the process."""
-    ignore_interrupts()
+    # Ctrl-C is the daemon's to act on.
+    signals.reset(signal.SIGINT)
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
     wanted = [Wanted(*each) for each in json.loads(sys.argv[3])]

@@ -22,6 +22,7 @@ from typing import NoReturn
 from weightd.daemon.gate import link, process
 from weightd.daemon.gate.confinement import name_process
 from weightd.daemon.gate.gate import LINGER_S
+from weightd.shared import signals
 from weightd.shared.parent import die_with, without_interrupts
 from weightd.shared.stream import Stream
 
@@ -143,9 +144,7 @@ def _serve_for(parent: int, connection: socket.socket) -> None:
     # A terminal's keys reach the daemon alone, and no directory is in use.
     os.setsid()
     os.chdir("/")
-    for number in _IGNORES:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORES)
+    signals.reset(*_IGNORES)
     _Nursery(Stream(connection, takes_descriptors=True)).run()
 
 
