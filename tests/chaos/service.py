@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
+from testkit import census
 from testkit.manager import Manager
 from testkit.mindir import REPOSITORY
 from testkit.waiting import until
@@ -34,7 +35,7 @@ KEEPER_LIMIT_S = 5.0
 _QUIET_S = 5.0
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", b"keeper/process.py")
+_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", census.KEEPER)
 
 Table = Mapping[str, object]
 

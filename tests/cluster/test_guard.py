@@ -76,7 +76,7 @@ def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
 
 
-@pytest.mark.parametrize("how", ["ignored,blocked"])
+@pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS"])
 def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory: Path) -> None:
     command = [*surroundings.command(how), *guard.command(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -9,18 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from ascendsim import Host, environment, models
-from testkit import mindir
+from testkit import mindir, surroundings
 from testkit.waiting import until
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
+from weightd.daemon.doctor.verdicts.finding import EXITS
 from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, DEATH, MEMORY
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ranktable import Device
@@ -80,8 +81,8 @@ def variables(tmp_path: Path, host: Host, programs: Callable[[str, str], None]) 
     return {**os.environ, **environment(host), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
 
-def doctor(variables: dict[str, str], *arguments: object) -> Done:
-    command = [*COMMAND, "--json", *map(str, arguments)]
+def doctor(variables: dict[str, str], *arguments: object, under: Sequence[str] = ()) -> Done:
+    command = [*under, *COMMAND, "--json", *map(str, arguments)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -144,7 +145,7 @@ def test_as_a_table_without_a_model(host: Host, variables: dict[str, str]) -> No
     assert (done.returncode, host.count("build")) == (0, 0)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("pass          interpreter")
-    assert lines[-1] == "8 pass, 0 fail, 6 not testable"
+    assert lines[-1] == "9 pass, 0 fail, 6 not testable"
 
 
 def test_the_environment_of_the_service_counts_and_not_that_of_the_shell(
@@ -182,13 +183,19 @@ def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Ca
     assert (done.status, done.those("fail")) == (1, {rank_checks.CARDS, rank_checks.TABLE})
 
 
+def test_it_says_how_the_daemon_learns_of_exits() -> None:
+    pidfds, other = (doctor(dict(os.environ), under=each).text(EXITS) for each in ((), surroundings.command("ENOSYS")))
+    assert re.fullmatch(r"pass: Linux \S+: pidfds -> ", pidfds)
+    assert re.search(r"for lack of pidfds: pidfd_open: Function not implemented", other)
+
+
 @pytest.mark.parametrize("python", [sys.executable, "/nonexistent/python"])
 def test_no_ascend_at_all(python: str) -> None:
     if list(Path("/dev").glob("davinci[0-9]*")):
         pytest.skip("this machine has cards")
     done = doctor(dict(os.environ), "--model", "any.mindir", "--ranks", "--python", python)
     good = python == sys.executable
-    assert (done.status, done.those("pass")) == ((69, {"interpreter"}) if good else (1, set()))
+    assert (done.status, done.those("pass")) == ((69, {"interpreter", EXITS}) if good else (1, {EXITS}))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
     assert len(done.those("not testable")) == 1 + len(checks.NAMES) + len(rank_checks.NAMES) + len(trial_checks.NAMES)

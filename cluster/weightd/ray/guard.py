@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weightd.daemon.host import exitwatch
 from weightd.protocol.errors import InvalidArgument, WeightdError
 from weightd.ray import configuration
 from weightd.ray.rooms import Room, room
@@ -115,7 +116,7 @@ class Guard:
 
     def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
         """Return when the daemon has ended; or, and then True, when this is to end."""
-        died = os.pidfd_open(daemon.pid)
+        died = exitwatch.watch(daemon.pid)
         try:
             return not {died}.issuperset(select.select([died, *self._ended], [], [])[0])
         finally:

@@ -136,13 +136,13 @@ def test_with_another_directory_the_old_processes_end_first(
     first.close()
 
     def make(path: Path) -> None:
-        assert ended(first.pid, 0)
+        assert select.select([child.pidfd], [], [], 0)[0]
         make_private(path)
 
     monkeypatch.setattr(keeping, "make_private", make)
     second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
     assert (second.inheritance, second.pid != first.pid) == (None, True)
-    assert select.select([child.pidfd], [], [], 0)[0]
+    assert ended(first.pid)
     os.close(child.pidfd)
     second.close()
 

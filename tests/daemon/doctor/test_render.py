@@ -5,7 +5,7 @@ import json
 import pytest
 
 from weightd.daemon.doctor.render import as_json, table
-from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.finding import EXITS, Finding, Verdict, exit_status, failed, passed, untestable
 from weightd.protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")
@@ -21,7 +21,7 @@ OPEN = untestable("processes", "unknown", "npu-smi info")
         ([GOOD, DRIVER, OPEN], 0),
         ([GOOD, DRIVER, BAD], 1),
         ([BAD], 1),
-        ([GOOD, OPEN], 69),  # an interpreter alone is nothing of Ascend
+        ([GOOD, passed(EXITS, "pidfds"), OPEN], 69),  # these are nothing of Ascend
         ([GOOD], 69),
         ([], 69),
     ],

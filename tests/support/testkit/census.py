@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping
 
-KEEPER = b"keeper/process.py"
+KEEPER = b"launchers.keeper import process"
 
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {

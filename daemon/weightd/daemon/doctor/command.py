@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.engines.ranktable import RankTable
 from weightd.daemon.generations.plan import Canary
+from weightd.daemon.host import exitwatch
 from weightd.shared.modelfile import ModelFileError, model_files
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
@@ -57,6 +59,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     except OSError as error:
         report = Report(end=f"cannot be run: {error.strerror}")
     yield checks.interpreter(options.python, report)
+    yield checks.exits(platform.release(), exitwatch.unavailable())
     if not checks.has_ascend(host, report):
         yield from checks.nowhere()
         if options.ranks is not None:

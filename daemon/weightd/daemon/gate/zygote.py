@@ -36,6 +36,9 @@ _STDIN, _STDOUT, _STDERR = range(3)
 
 _NEVER = float("inf")
 
+# Bytes of the wakeup descriptor that are read at once.
+_WAKEUPS = 4096
+
 # Another process gets it at this number.
 _LINK = 3
 
@@ -58,7 +61,6 @@ class Zygote:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
         self.stream = Stream(connection)
-        self._pidfd = os.pidfd_open(pid)
 
     def ask(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> None:
         """Have a gate made: see `Terms.frames`; it gets these descriptors: of its link, and of its listening socket.
@@ -70,16 +72,20 @@ class Zygote:
 
     def kill(self) -> None:
         """Have the kernel end it, and with it its gates, whatever state it is in: its stream tells."""
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        # Its pid is its own until `end` has waited for it.
+        os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Let it end, once its gates have: those whose links are closed do; after some seconds, kill it."""
-        self.stream.close()
+        # It notices this, while the socket still shows when it has exited.
+        with contextlib.suppress(OSError):  # it has gone
+            self.stream.connection.shutdown(socket.SHUT_WR)
         ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
+        # Not what it still has to say, only the hangup.
+        ended.register(self.stream, 0)
         if not ended.poll(1000 * (_PATIENCE_S + 1.0)):
             self.kill()
-        os.close(self._pidfd)
+        self.stream.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
@@ -120,6 +126,8 @@ def _become(body: Callable[[], None], *kept: int) -> NoReturn:
     """Be another process from here on, which has nothing of this one but its log and these descriptors."""
     status = 1
     try:
+        # Its descriptor is closed here, and its number may go to another file.
+        signal.set_wakeup_fd(-1)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (_STDIN, _STDOUT, _STDERR, *kept):
                 with contextlib.suppress(OSError):
@@ -157,12 +165,17 @@ class _Nursery:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._gates: dict[int, tuple[int, int]] = {}
+        # The number of each, by its pid.
+        self._gates: dict[int, int] = {}
         self._poll = select.poll()
         self._ends_at = _NEVER
 
     def run(self) -> None:
         """Make gates until the daemon's end is closed; then wait until they have ended."""
+        exits, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _only_wake)
+        self._poll.register(exits, select.POLLIN)
         self._poll.register(self._stream, select.POLLIN)
         while self._gates or self._ends_at == _NEVER:
             left = self._ends_at - time.monotonic()
@@ -172,7 +185,8 @@ class _Nursery:
                 if descriptor == self._stream.fileno():
                     self._listen()
                 else:
-                    self._reap(descriptor)
+                    os.read(exits, _WAKEUPS)
+                    self._reap()
 
     def _listen(self) -> None:
         try:
@@ -193,22 +207,26 @@ class _Nursery:
                 return
             if not pid:
                 _become(lambda: _gate(parent, its_link, listener, terms), its_link.fileno(), listener.fileno())
-        pidfd = os.pidfd_open(pid)
-        self._gates[pidfd] = number, pid
-        self._poll.register(pidfd, select.POLLIN)
+        self._gates[pid] = number
         self._tell(link.News(number, pid, None))
 
-    def _reap(self, pidfd: int) -> None:
-        number, pid = self._gates.pop(pidfd)
-        self._poll.unregister(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
-        self._tell(link.News(number, pid, os.waitstatus_to_exitcode(status)))
+    def _reap(self) -> None:
+        """Wait for every gate that has exited: one signal may stand for several."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    break
+                self._tell(link.News(self._gates.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
     def _tell(self, news: link.News) -> None:
         # Where nobody is left to hear it, the link tells.
         with contextlib.suppress(ConnectionError):
             self._stream.send([news.frame()])
+
+
+def _only_wake(number: int, frame: object) -> None:
+    """The interpreter has written to the wakeup descriptor."""
 
 
 def _gate(parent: int, its_link: socket.socket, listener: socket.socket, terms: link.Terms) -> None:

@@ -1,16 +1,15 @@
-"""The daemon's children: started, watched by pidfd, killed and waited for."""
+"""The daemon's children: started, watched, killed and waited for."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightd.daemon.host import exitwatch
 from weightd.shared.parent import without_interrupts
 
 # Of a log that may be long, this much tells the cause.
@@ -31,7 +30,7 @@ class Process:
 
     Attributes:
         pid: of the process.
-        pidfd: becomes readable when it has exited.
+        pidfd: becomes readable when it has exited: a pidfd, or what `exitwatch` has in its place.
         log: where its stdout and stderr go.
         wait: waits for its end, once; returns its exit status (negative: the signal), None if nobody knows it.
     """
@@ -68,7 +67,7 @@ def start(
             start_new_session=True,
         )
     try:
-        return Process(popen.pid, os.pidfd_open(popen.pid), log, popen.wait)
+        return Process(popen.pid, exitwatch.watch(popen.pid), log, popen.wait)
     except OSError:
         # Nobody could watch it.
         popen.kill()
@@ -85,7 +84,7 @@ def adopt(pid: int, log: Path) -> Process:
     # As long as it has not been waited for, its pid is its own; and nobody else can.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     try:
-        pidfd = os.pidfd_open(pid)
+        pidfd = exitwatch.watch(pid)
     except OSError:
         # Nobody could watch it.
         os.kill(pid, signal.SIGKILL)
@@ -95,9 +94,8 @@ def adopt(pid: int, log: Path) -> Process:
 
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send the child a signal; its pidfd tells when it is gone. The pidfd cannot hit another process by mistake."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process.pidfd, number)
+    """Send the child a signal, unless it has exited; its pidfd becomes readable when it is gone."""
+    exitwatch.send(process.pidfd, process.pid, number)
 
 
 def lives(process: Process) -> bool:
@@ -117,14 +115,7 @@ def lives(process: Process) -> bool:
         # The name, in parentheses, may hold anything.
         is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING)
     # Asked last: as long as it has not been waited for, its pid is its own.
-    return not is_exiting and not _has_exited(process.pidfd)
-
-
-def _has_exited(pidfd: int) -> bool:
-    # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
-    readable = select.poll()
-    readable.register(pidfd, select.POLLIN)
-    return bool(readable.poll(0))
+    return not is_exiting and not exitwatch.has_exited(process.pidfd)
 
 
 def reap(process: Process) -> int | None:

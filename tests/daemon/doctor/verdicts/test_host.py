@@ -54,6 +54,12 @@ def virtual(host: Host, soc: str) -> Finding:
     ("finding", "verdict", "texts"),
     [
         (checks.interpreter("p", report()), PASS, ["Python 3.9.2"]),
+        (checks.exits("6.1.0", ""), PASS, ["Linux 6.1.0: pidfds"]),
+        (
+            checks.exits("4.19.90", "pidfd_open: no"),
+            PASS,
+            ["Linux 4.19.90: a thread waits", "for lack of pidfds: pidfd_open: no"],
+        ),
         (checks.interpreter("x", Report(end="died", log="No module")), FAIL, ["x: died", "No module", "pip install"]),
         (checks.interpreter("x", Report()), FAIL, ["it reported nothing"]),
         (checks.interpreter("x", without("weightd")), FAIL, ["no such thing", "x -m pip install weightd"]),

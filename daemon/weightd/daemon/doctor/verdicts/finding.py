@@ -10,8 +10,10 @@ PASSED = 0
 FAILED = 1
 NOTHING_TESTABLE = 69  # EX_UNAVAILABLE
 
-# Says nothing of Ascend: alone it makes no host testable.
+# These say nothing of Ascend: they do not make a host testable.
 INTERPRETER = "interpreter"
+EXITS = "process exits"
+_OF_EVERY_HOST = (INTERPRETER, EXITS)
 
 
 class Verdict(enum.Enum):
@@ -59,5 +61,5 @@ def exit_status(findings: Iterable[Finding]) -> int:
     verdicts = {finding.name: finding.verdict for finding in findings}
     if Verdict.FAIL in verdicts.values():
         return FAILED
-    tested = any(verdict is Verdict.PASS for name, verdict in verdicts.items() if name != INTERPRETER)
+    tested = any(verdict is Verdict.PASS for name, verdict in verdicts.items() if name not in _OF_EVERY_HOST)
     return PASSED if tested else NOTHING_TESTABLE

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL, Card, Host
 from weightd.daemon.doctor.facts.interpreter import Report
 from weightd.daemon.doctor.verdicts.access import CONTAINER, NODES, SERVICE
-from weightd.daemon.doctor.verdicts.finding import INTERPRETER, Finding, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.finding import EXITS, INTERPRETER, Finding, failed, passed, untestable
 from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_OF_A_GUEST
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.version import VERSION
@@ -57,6 +57,18 @@ def interpreter(python: str, report: Report) -> Finding:
         found += f" has weightd {theirs}, the daemon is {VERSION}"
         return failed(INTERPRETER, found, f"{python} -m pip install weightd=={VERSION}")
     return passed(INTERPRETER, f"{found}, weightd {theirs}")
+
+
+def exits(kernel: str, why_no_pidfds: str) -> Finding:
+    """Return by what the daemon learns that one of its processes has exited; either way is as good.
+
+    Args:
+        kernel: its release.
+        why_no_pidfds: why the daemon cannot have pidfds, "" if it can.
+    """
+    if why_no_pidfds:
+        return passed(EXITS, f"Linux {kernel}: a thread waits for each process, for lack of pidfds: {why_no_pidfds}")
+    return passed(EXITS, f"Linux {kernel}: pidfds")
 
 
 def library(report: Report) -> Finding:

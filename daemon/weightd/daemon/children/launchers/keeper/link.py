@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -32,6 +33,14 @@ _STDIN, _STDOUT, _STDERR = range(3)
 
 _CHUNK_BYTES = 65536
 
+_NONE = -1
+
+# Nothing of site-packages, but the modules that this process has found.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from weightd.daemon.children.launchers.keeper import process; process.main()"
+)
+
 # It does nothing that takes long: to start a process, or to wait for one that has ended.
 _PATIENCE_S = 10.0
 
@@ -58,17 +67,15 @@ class Keeper:
         self._link.settimeout(_PATIENCE_S)
         # What has come of lines that are not read yet.
         self._received = b""
+        # The last descriptor that has come; it belongs to the last answer.
+        self._descriptor = _NONE
         # An answer to a daemon that died before it read it is told from one to this daemon.
         self._ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._ask({"children": True})["pid"]
-            self._pidfd = os.pidfd_open(self.pid)
         except KeeperLost:
             self._link.close()
             raise
-        except OSError as error:
-            self._link.close()
-            raise KeeperLost(f"the keeper, process {self.pid}, cannot be watched: {error.strerror}") from None
 
     @property
     def descriptor(self) -> int:
@@ -117,8 +124,12 @@ class Keeper:
             OSError: no descriptors are left.
         """
         try:
-            return Process(kept.pid, os.pidfd_open(kept.pid), kept.log, lambda: self._reap(kept.pid))
-        except ProcessLookupError:
+            # The parent can be told of the exit on every system.
+            self._ask({"watch": kept.pid})
+            return Process(kept.pid, self._take_descriptor(), kept.log, lambda: self._reap(kept.pid))
+        except KeeperLost:
+            raise
+        except ChildProcessError:
             raise KeeperLost(f"process {kept.pid} is gone with its keeper") from None
         except OSError:
             # Nobody could watch it.
@@ -129,25 +140,36 @@ class Keeper:
 
     def kill(self) -> None:
         """End it, and with it every kept."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._kill()
         self.close()
 
     def close(self) -> None:
         """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
         self._link.close()
-        os.close(self._pidfd)
+        self._drop_descriptor()
 
     def end(self, seconds: float) -> None:
-        """Let go of it, as everybody else does, and wait until it has ended everything; kill it after so long."""
-        self._link.close()
-        ended = select.poll()
-        ended.register(self._pidfd, select.POLLIN)
-        if not ended.poll(1000 * seconds):
+        """Have it end, and wait until it has ended everything; kill it after so long."""
+        # It notices this, while the socket still shows when it has exited.
+        with contextlib.suppress(OSError):  # it has gone
+            self._link.shutdown(socket.SHUT_WR)
+        if not self._has_gone(seconds):
+            self._kill()
+            self._has_gone(seconds)
+        self.close()
+
+    def _kill(self) -> None:
+        # As long as it lives its pid is its own.
+        if not self._has_gone():
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            ended.poll(1000 * seconds)
-        os.close(self._pidfd)
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _has_gone(self, seconds: float = 0.0) -> bool:
+        """Return whether it has exited, or does so within so many seconds: nobody else has its end of the socket."""
+        hangup = select.poll()
+        # Not what it still has to say.
+        hangup.register(self._link, 0)
+        return bool(hangup.poll(1000 * seconds))
 
     def _reap(self, pid: int) -> int | None:
         try:
@@ -173,7 +195,10 @@ class Keeper:
         while True:
             line, newline, rest = self._received.partition(b"\n")
             if not newline:
-                more = self._link.recv(_CHUNK_BYTES)
+                more, descriptors, flags, _ = socket.recv_fds(self._link, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                if descriptors or flags & socket.MSG_CTRUNC:
+                    self._drop_descriptor()
+                    self._descriptor = descriptors[0] if descriptors else _NONE
                 if not more:
                     raise OSError("it has gone")
                 self._received += more
@@ -183,6 +208,19 @@ class Keeper:
                 answer: Any = json.loads(line)
                 if isinstance(answer, dict) and answer.get("id") == number:  # pyright: ignore[reportUnknownMemberType]
                     return cast("dict[str, Any]", answer)
+
+    def _take_descriptor(self) -> int:
+        descriptor, self._descriptor = self._descriptor, _NONE
+        if descriptor == _NONE:
+            # The kernel has closed it.
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return descriptor
+
+    def _drop_descriptor(self) -> None:
+        """Close a descriptor that was sent to a daemon before this one, which has not taken it."""
+        if self._descriptor != _NONE:
+            os.close(self._descriptor)
+            self._descriptor = _NONE
 
 
 def start(directory: Path, *others: Path) -> Keeper:
@@ -202,7 +240,7 @@ def start(directory: Path, *others: Path) -> Keeper:
                 sys.executable,
                 # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
                 # The directory last: as long as it is there, whoever waits for its lock waits for everything.
-                [sys.executable, "-I", "-S", process.__file__, *map(str, others), str(directory)],
+                [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), *map(str, others), str(directory)],
                 os.environ,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),

@@ -1,10 +1,11 @@
-"""The process itself: ``python -I -S keeper/process.py PATH...``.
+"""The process itself, which `link.start` starts with PATH... as its arguments.
 
 It imports little, so that it stays small, and does little, so that it never has to be replaced. It answers one request
 at a time:
 
     {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
     {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
+    {"watch": PID}             the answer carries a descriptor that becomes readable when the child exits {"pid": PID}
     {"strays": SESSION}        ends what was forked and not adopted, of this session or, with 0, of any
                                                                          as for "children"
     {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
@@ -30,6 +31,9 @@ import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from weightd.daemon.host import exitwatch
+from weightd.shared import signals
+
 LINK = 3
 """Descriptor of its end of a pair of stream sockets."""
 
@@ -42,6 +46,9 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # These and what Python ignores a child would ignore, too.
 _DEFAULT_SIGNALS = (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ)
 
+# Of an answer with which a descriptor is sent, which is no part of the line.
+_DESCRIPTOR = "descriptor"
+
 
 class Keeper:
     """The children, in the order in which they were started."""
@@ -49,7 +56,7 @@ class Keeper:
     def __init__(self) -> None:
         self._children: dict[int, tuple[str, str]] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one for each kind of request
         """Do what is asked."""
         try:
             if "start" in request:
@@ -61,6 +68,10 @@ class Keeper:
                 os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
+            if "watch" in request:
+                # As above.
+                os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                return {"pid": request["watch"], _DESCRIPTOR: exitwatch.watch(request["watch"])}
             if "strays" in request:
                 end_all(strays(self._children, request["strays"]))
             if "reap" in request:
@@ -144,15 +155,24 @@ def _serve(keeper: Keeper, link: socket.socket) -> None:
             continue
         # Where nobody is left to hear it, the end of the lines comes next.
         with contextlib.suppress(BrokenPipeError):
-            link.sendall(json.dumps({"id": number, **keeper.answer(request)}).encode() + b"\n")
+            _send(link, {"id": number, **keeper.answer(request)})
+
+
+def _send(link: socket.socket, answer: dict[str, Any]) -> None:
+    descriptor = answer.pop(_DESCRIPTOR, None)
+    line = json.dumps(answer).encode() + b"\n"
+    if descriptor is None:
+        link.sendall(line)
+        return
+    try:
+        socket.send_fds(link, [line], [descriptor])
+    finally:
+        os.close(descriptor)
 
 
 def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    # As who started it had it, see `weightd.shared.parent`.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signals.reset(*_IGNORED)
     os.set_inheritable(LOCK, False)
     keeper = Keeper()
     with socket.socket(fileno=LINK) as link:
@@ -163,7 +183,3 @@ def main() -> None:
     keeper.end()
     for path in sys.argv[1:]:
         _remove(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,96 @@
+"""Descriptors that become readable when a process exits: pidfds, or pipes where the system has no pidfds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+
+# Linux before 5.3 and gVisor do not have the system call; seccomp profiles of old container engines refuse it.
+_NO_PIDFDS = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES))
+
+
+def watch(pid: int) -> int:
+    """Return a descriptor that becomes readable when this process's child exits. The caller closes it.
+
+    Where the system has no pidfds, a thread waits for the exit and then closes the other end of a pipe. In either case
+    the child stays a zombie until the caller reaps it.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: no descriptor is left, or no thread can be started.
+    """
+    try:
+        return _pidfd(pid)
+    except OSError as error:
+        if error.errno not in _NO_PIDFDS:
+            raise
+    return _pipe(pid)
+
+
+def unavailable() -> str:
+    """Return why this system has no pidfds; "" if it has them."""
+    try:
+        os.close(_pidfd(os.getpid()))
+    except OSError as error:
+        return f"pidfd_open: {error.strerror}"
+    return ""
+
+
+def send(descriptor: int, pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, unless it has exited.
+
+    A pidfd cannot name another process by mistake. Nor can a pid, as long as the process's parent has not reaped it:
+    that parent is this process or its keeper, and a keeper that ends takes its children along.
+
+    Args:
+        descriptor: `watch` has returned it for the process.
+        pid: the process.
+        number: the signal.
+    """
+    try:
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        pass
+    except (AttributeError, OSError):
+        # The descriptor is a pipe, or the system call is refused.
+        if not has_exited(descriptor):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def has_exited(descriptor: int) -> bool:
+    """Return whether the process has exited that `watch` has returned the descriptor for."""
+    # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
+    readable = select.poll()
+    readable.register(descriptor, select.POLLIN)
+    return bool(readable.poll(0))
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "this Python was compiled for Linux before 5.3") from None
+
+
+def _pipe(pid: int) -> int:
+    import threading  # noqa: PLC0415 - the keeper stays smaller without it
+
+    reader, writer = os.pipe()
+
+    def wait() -> None:
+        # Another thread may reap the child first.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(writer)
+
+    try:
+        threading.Thread(target=wait, name=f"exit of {pid}", daemon=True).start()
+    except RuntimeError as error:
+        os.close(reader)
+        os.close(writer)
+        raise OSError(errno.EAGAIN, str(error)) from None
+    return reader
