@@ -52,6 +52,8 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], forks: bool
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
+    # Whoever runs the tests as PID 1 has them run on in this process.
+    monkeypatch.setattr("weightd.shared.init.serve_as_init", lambda: None)
     with mock.patch("weightd.daemon.gate.zygote.fork") as fork, mock.patch("weightd.daemon.command.main") as main:
         __main__.main()
     assert fork.called == forks

@@ -9,6 +9,7 @@ from weightd import ray as cluster
 from weightd.protocol.errors import WeightdError
 from weightd.shared import signals
 from weightd.shared.commandline import Parser
+from weightd.shared.init import serve_as_init
 
 OK = 0
 FAILED = 1
@@ -41,4 +42,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signals.reset()
+    serve_as_init()
     sys.exit(main())

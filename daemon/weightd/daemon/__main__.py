@@ -26,6 +26,9 @@ def main() -> int:
         return exits.CONFIG
     with silent_while_importing():
         signals.reset()
+        from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
+
+        serve_as_init()
         forked = None
         if _serves(sys.argv[1:]):
             from weightd.daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked

@@ -21,6 +21,7 @@ from weightd.gateway.server import Server
 from weightd.gateway.service import Service
 from weightd.shared import gatewaycommand, signals
 from weightd.shared.commandline import Parser
+from weightd.shared.init import serve_as_init
 
 OK = 0
 CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had
@@ -87,4 +88,5 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signals.reset()
+    serve_as_init()
     sys.exit(main())

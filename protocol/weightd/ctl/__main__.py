@@ -13,6 +13,9 @@ def main() -> int:
     """Run the command; return its exit status."""
     with silent_while_importing(), uncollected():
         signals.reset()
+        from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
+
+        serve_as_init()
         from weightd.ctl import command  # noqa: PLC0415 - it imports zmq
     return command.main()
 

@@ -1,0 +1,200 @@
+"""A daemon serves, replaces its workers and stops, whatever its parent, its kernel and its container have passed on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import census, surroundings
+from testkit.managed import ManagedService
+from testkit.waiting import until
+from weightd.client import Client
+
+from .support import (
+    LIMIT_S,
+    ONE_ENGINE,
+    Load,
+    Place,
+    Question,
+    Watched,
+    Weightd,
+    assert_same,
+    children_of,
+    kill_a_worker,
+)
+
+pytestmark = [pytest.mark.e2e, ONE_ENGINE]
+
+PROCESS_DIED = 2
+# In a pid namespace of its own, where the command is PID 1.
+UNSHARE = [
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    *([] if os.geteuid() == 0 else ["--map-root-user"]),
+]
+
+
+def zombies(pids: Sequence[int]) -> list[int]:
+    """The children of these processes that have exited and were not waited for."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state == "Z" and int(parent) in pids:
+                found.append(int(entry.name))
+    return found
+
+
+def serves_and_replaces(daemon: Weightd, place: Place, question: Question) -> None:
+    with daemon.client(place.address) as client:
+        assert_same(client.infer("mlp", question.inputs), question.answer)
+        workers = functools.partial(_workers, client)
+        before = until(lambda: _of(2, workers()), "both workers serve")
+        victim = next(iter(before))
+        os.kill(before[victim], signal.SIGKILL)
+        until(lambda: _of(2, workers()) if victim not in workers() else None, "another one serves in its place")
+        assert_same(client.infer("mlp", question.inputs), question.answer)
+    assert f"{victim} lost: killed by SIGKILL" in daemon.log
+    until(lambda: not zombies(census.families([daemon.pid])), "every child is reaped")
+
+
+def _of(count: int, found: dict[str, int]) -> dict[str, int] | None:
+    return found if len(found) == count else None
+
+
+def _workers(client: Client) -> dict[str, int]:
+    [model] = client.status().models
+    processes = model.generations[-1].processes
+    return {each.name: each.pid for each in processes if (each.role, each.state) == ("worker", "ready")}
+
+
+@pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS", "EPERM"])
+def test_a_daemon_serves_and_stops(
+    how: str, mlp: Path, place: Place, questions: list[Question], tmp_path: Path
+) -> None:
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
+    with Weightd(tmp_path / "log", "--verbose", "serve", config, under=surroundings.command(how)) as daemon:
+        serves_and_replaces(daemon, place, questions[0])
+        with Watched(children_of(place.cache)) as watched:
+            assert daemon.end() == PROCESS_DIED
+            assert watched.survivors() == []
+    assert "Traceback" not in daemon.log
+    assert place.left == []
+
+
+def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: Place, tmp_path: Path) -> None:
+    config = place.config({"mlp": {"path": mlp}})
+    with Weightd(tmp_path / "log", "check", "--load", config, under=surroundings.command("ENOSYS")) as check:
+        assert check.wait() == 0
+    assert f"{config}: good" in check.log
+
+
+class Surrounded(ManagedService):
+    """A managed service whose daemons have unusual surroundings."""
+
+    def __init__(self, how: str, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._how = how
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[str]:
+        return super()._popen([*surroundings.command(self._how), *command])
+
+
+def test_processes_outlive_a_daemon_and_are_watched_by_the_next_one(mlp: Path, questions: list[Question]) -> None:
+    how = "ignored,blocked,ENOSYS"
+    with contextlib.ExitStack() as stack:
+        service = stack.enter_context(Surrounded(how, {"mlp": {"path": mlp, "workers": 2}}, verbose=True))
+        service.ready()
+        with Load(service.address, "mlp", questions) as load:
+            kill_a_worker(service, load)
+        before = {each.name: each.pid for each in service.processes()}
+        service.restart(signal.SIGTERM)
+        service.ready()
+        assert {each.name: each.pid for each in service.processes()} == before
+        with Load(service.address, "mlp", questions) as load:
+            kill_a_worker(service, load)
+        everything = service.pids()
+        until(lambda: not zombies(everything), "every child is reaped")
+        assert "Traceback" not in service.log
+        with Watched(everything) as watched:
+            stack.close()
+            until(lambda: not watched.survivors(), "the keeper ends everything")
+
+
+def _adopting(how: str, seconds: str) -> list[str]:
+    """Run a command as a process that adopts orphans, and has one already: `sleep` for so many seconds."""
+    if how == "PID 1":
+        if subprocess.run([*UNSHARE, "true"], stderr=subprocess.DEVNULL, check=False).returncode != 0:
+            pytest.skip("no pid namespaces here")
+        return [*UNSHARE, *surroundings.command(f"orphan={seconds}")]
+    return surroundings.command(f"subreaper,orphan={seconds}")
+
+
+@pytest.mark.parametrize("how", ["subreaper", "PID 1"])
+def test_a_process_that_adopts_orphans_reaps_them(
+    how: str, mlp: Path, place: Place, questions: list[Question], tmp_path: Path
+) -> None:
+    """In a container nobody else does."""
+    # It is known by its argument: in another namespace it has another pid.
+    seconds = f"600.{os.getpid()}"
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
+    with Weightd(tmp_path / "log", "--verbose", "serve", config, under=_adopting(how, seconds)) as daemon:
+        if how == "subreaper":
+            # The exit status of its own child is known to the daemon.
+            serves_and_replaces(daemon, place, questions[0])
+            reaps_and_stops(daemon, how, seconds, PROCESS_DIED)
+        else:
+            with daemon.client(place.address) as client:
+                assert_same(client.infer("mlp", questions[0].inputs), questions[0].answer)
+            reaps_and_stops(daemon, how, seconds)
+    assert place.left == []
+
+
+def test_so_does_a_gateway(tmp_path: Path) -> None:
+    how, seconds = "subreaper", f"600.{os.getpid()}"
+    config = tmp_path / "gateway.toml"
+    config.write_text("[gateway]\nhttp = ['127.0.0.1:0']\ngrpc = []\nanonymous = '-'\n", "utf-8")
+    with Weightd(tmp_path / "log", "gateway", config, under=_adopting(how, seconds)) as gateway:
+        gateway.wait_for("serving at")
+        reaps_and_stops(gateway, how, seconds)
+
+
+def reaps_and_stops(program: Weightd, how: str, seconds: str, status: int = 0) -> None:
+    [orphan] = [pid for pid in census.families([program.pid]) if command_line(pid) == ["sleep", seconds]]
+    os.kill(orphan, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{orphan}").exists(), "it is reaped")
+    init = program.pid if how == "subreaper" else census.families([program.pid])[1]
+    os.kill(init, signal.SIGTERM)
+    assert program.wait() == status
+    assert "Traceback" not in program.log
+
+
+def test_weightctl_ends_as_it_is_told(mlp: Path, place: Place) -> None:
+    with place.serve({"mlp": {"path": mlp, "workers": 1}}) as daemon:
+        daemon.wait_for("listens on")
+        command = [sys.executable, "-m", "weightd.ctl", "--socket", place.address, "events", "--follow"]
+        for how, status in (("blocked", -signal.SIGTERM), ("subreaper", 128 + signal.SIGTERM)):
+            with subprocess.Popen([*surroundings.command(how), *command], stdout=subprocess.PIPE) as follower:
+                assert follower.stdout is not None
+                assert follower.stdout.readline()
+                follower.terminate()
+                assert follower.wait(LIMIT_S) == status
+
+
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text("utf-8", "replace").rstrip("\0").split("\0")
