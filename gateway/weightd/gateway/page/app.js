@@ -140,10 +140,11 @@ function withWeightd(models) {
 // The first copy is the one that is needed; all others are the same again.
 function asPlain(models) {
   return models.flatMap(({ name, memory }) => {
-    const { workers, plain_bytes: plain } = memory;
+    const { workers, processes, plain_bytes: plain } = memory;
     if (!workers) return [piece("other", plain)];
-    const weights = Math.min(memory.copy_bytes, plain / workers);
-    const beside = plain / workers - weights;
+    const weights = Math.min(memory.copy_bytes, plain / processes);
+    // Processes that share no weights have none to repeat.
+    const beside = (plain - weights * workers) / workers;
     if (workers > MOST_PIECES) {
       const again = piece("again", weights * (workers - 1));
       return [piece("copy", weights, name), again, piece("beside", beside * workers)];
@@ -205,7 +206,7 @@ function drawMemory(overview) {
     : "With weightd: nothing is shared yet";
   const measures = [["with", label, memory.now_bytes, [...withWeightd(models), piece("other", rest(memory, models))], scale]];
   if (shares) {
-    const plain = `As ${plural(memory.workers, "plain process")}: each with a copy of its own`;
+    const plain = `As ${plural(memory.processes, "plain process")}: each with a copy of its own`;
     measures.push(["plain", plain, memory.plain_bytes, asPlain(models), scale]);
   }
   keyed(byId("bars"), measures, (each) => each[0], (each) => measure(each[0]), drawMeasure);

@@ -135,7 +135,7 @@ def _memory(memory: Memory, width: int, glyphs: Glyphs) -> Iterator[Line]:
     weights = f", {size(memory.copy_bytes)} of it weights, once" if memory.workers else ""
     yield _bar("memory", parts, max(now, plain), width, f"{size(now)}{weights}")
     if memory.workers:
-        text = f"{size(plain)} as {count(memory.workers, 'plain process')}"
+        text = f"{size(plain)} as {count(memory.processes, 'plain process')}"
         yield _bar("plain", [(plain, glyphs.plain, Style.PLAIN)], max(now, plain), width, text)
 
 

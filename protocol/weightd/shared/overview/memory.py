@@ -20,6 +20,9 @@ from weightd.shared.devices import is_cpu
 # Who takes requests, and has the weights in common with others.
 _WORKERS = ("worker", "spare")
 
+# These run the model, too, each with a slice of its own.
+_RUN = (*_WORKERS, "rank")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -28,9 +31,12 @@ class Memory:
     Attributes:
         copy_bytes: the copies of weights, each once, as much of them as is in memory.
         workers: how many processes use them.
+        processes: all processes that run the models, whether they share weights or not: as many plain processes
+            would take `plain_bytes`.
         beside_bytes: what these have alone, all together.
         other_bytes: all else: who holds the weights, libraries, processes that share nothing.
-        plain_bytes: what would be taken if each worker were a plain process, at least.
+        plain_bytes: what would be taken if each of `processes` were a plain process, at least. One that shares no
+            weights counts as it is.
     """
 
     copy_bytes: int
@@ -38,6 +44,7 @@ class Memory:
     beside_bytes: int
     other_bytes: int
     plain_bytes: int
+    processes: int
 
     @property
     def now_bytes(self) -> int:
@@ -76,18 +83,19 @@ def _once(status: StatusResponse) -> Iterator[GenerationStatus]:
 def _of_generation(generation: GenerationStatus) -> Memory:
     workers = [each for each in generation.processes if each.role in _WORKERS]
     sharing = [each for each in workers if each.shared_bytes]
+    running = sum(each.role in _RUN for each in generation.processes)
     pss = sum(each.pss_bytes or 0 for each in generation.processes)
     copy = generation.copy_bytes or 0
     if not sharing or not copy:
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-        return Memory(0, 0, 0, pss, pss)
+        return Memory(0, 0, 0, pss, pss, running)
     if not is_cpu(generation.device):
         pss += copy  # a card's memory is in no process
     copy = min(copy, pss)
     beside = min(sum(each.own_bytes or 0 for each in sharing), pss - copy)
     alone = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
     plain = sum(_private(each) + (each.shared_bytes or 0) for each in sharing) + alone
-    return Memory(copy, len(sharing), beside, pss - copy - beside, plain)
+    return Memory(copy, len(sharing), beside, pss - copy - beside, plain, running)
 
 
 def _private(worker: ProcessStatus) -> int:
@@ -99,4 +107,4 @@ def _private(worker: ProcessStatus) -> int:
 
 def _sum(memories: Iterable[Memory]) -> Memory:
     each = [dataclasses.astuple(memory) for memory in memories]
-    return Memory(*map(sum, zip(*each))) if each else Memory(0, 0, 0, 0, 0)
+    return Memory(*map(sum, zip(*each))) if each else Memory(0, 0, 0, 0, 0, 0)
