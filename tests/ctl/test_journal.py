@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any, List, Sequence, Tuple
 
 import pytest
 
+from testkit import looks
 from testkit.fakedaemon import FakeDaemon, silent
 from weightd.ctl import exits
 from weightd.ctl.text import moment
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import Unavailable
 from weightd.protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
+from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import ClientMessage
 
 from .conftest import Ctl, fails
@@ -103,6 +106,41 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
     assert (told["logs"][1]["text"], told["left_out"]) == (LOG.text, 2)
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, ()))]
     assert ctl("logs", "m").out == "no process has a log\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_logs_of_a_process_that_does_not_exist_are_an_error_that_names_those_that_do(
+    ctl: Ctl, daemon: FakeDaemon, more: List[str]
+) -> None:
+    def tails(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
+        assert isinstance(message, Logs)
+        return [
+            encode(LogsResponse(message.id, () if message.process else (LOG, replace(LOG, process="m.1.holder")), 3))
+        ]
+
+    daemon.handle = tails
+    ran = ctl("logs", "m", "--process", "w9", *more)
+    assert ran.status == exits.ERROR
+    told = json.loads(ran.out)["error"]["text"] if more else ran.err.strip().partition("NOT_FOUND: ")[2]
+    assert told == "no process 'w9' with a log; there are: m.1.holder, m.1.w1 and 3 more"
+
+
+def test_events_about_an_unknown_model_are_an_error_that_names_those_that_exist(ctl: Ctl, daemon: FakeDaemon) -> None:
+    status = looks.status(1.0, looks.model("resnet"))
+
+    def handle(message: ClientMessage, frames: Sequence[bytes]) -> List[List[Any]]:
+        if isinstance(message, Status):
+            return [encode(replace(status, id=message.id))]
+        return list(happened(((), 0, 0))(message, frames))
+
+    daemon.handle = handle
+    assert ctl("events", "resnte") == (exits.ERROR, "", "NOT_FOUND: no model 'resnte'; there are: resnet\n")
+    assert ctl("events", "resnet") == (exits.OK, "", "")
+
+
+def test_events_of_a_model_that_was_removed_are_shown(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = happened(((OLD,), 0, 0))
+    assert ctl("events", "m", "--since", "1h") == (exits.OK, "", "")
 
 
 @pytest.mark.parametrize("arguments", ["logs m -n 0", "logs m -n x", "events --since 1w", "events -n 0"])

@@ -13,6 +13,7 @@ from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightd.client.client import Client
 from weightd.ctl import exits
+from weightd.ctl.status.verb import only
 from weightd.ctl.text import clean, count, moment
 from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
@@ -35,7 +36,8 @@ Where there are tenants, only those that may see the "status" of others are show
 "child"}], "missed"}, "missed" counting those that the daemon has forgotten; with --follow an object
 a line for each event, {"number", ...}.
 
-Exit status: 0 good, 69 the daemon cannot be reached, 130 Ctrl-C."""
+Exit status: 0 good, 1 there is neither such a model nor an event about it, 69 the daemon
+cannot be reached, 130 Ctrl-C."""
 
 _PAUSE_S = 1.0
 
@@ -72,11 +74,13 @@ class Told(NamedTuple):
         events: the oldest first.
         last: what to ask after next.
         missed: how many it has forgotten.
+        some: whether it remembers any, those before `--since` included.
     """
 
     events: Deque[Event]
     last: int
     missed: int
+    some: bool
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
@@ -84,6 +88,8 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client:
         try:
             told = _ask(client, options.model, 0, since, options.lines)
+            if options.model and not told.some:
+                only(client.status(), options.model)
         except (Unavailable, DeadlineExceeded) as error:
             raise NotReached(error) from None
         if options.json and not options.follow:
@@ -97,14 +103,15 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 def _ask(client: Client, model: str, after: int, since: float = 0.0, most: Optional[int] = None) -> Told:
     events: Deque[Event] = deque(maxlen=most)
-    missed = 0
+    missed, some = 0, False
     while True:
         answer = client.events(after, model)
         events.extend(each for each in answer.events if each.time >= since)
         missed += answer.missed
+        some = some or bool(answer.events)
         after = answer.last
         if not answer.more:
-            return Told(events, after, missed)
+            return Told(events, after, missed, some)
 
 
 def _follow(client: Client, options: argparse.Namespace, after: int) -> None:

@@ -11,6 +11,7 @@ from weightd.ctl import exits
 from weightd.ctl.text import clean, count, moment
 from weightd.ctl.verb import Connect, Verb, operating
 from weightd.protocol import limits
+from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.journal import LogsResponse, LogTail
 
 _DESCRIPTION = f"""\
@@ -29,7 +30,7 @@ shown them, over its unix socket: not over ipc:// or tcp://.
 --json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
 "left_out"}}.
 
-Exit status: 0 good, 1 there is no such model, 77 this user may not connect."""
+Exit status: 0 good, 1 there is no such model or process, 77 this user may not connect."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +54,20 @@ def _lines(argument: str) -> int:
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client, operating(client):
         answer = client.logs(options.model, options.process, lines=options.lines)
+        if options.process and not answer.logs:
+            raise _no_log(options.process, client.logs(options.model, lines=1))
     if options.json:
         print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.left_out}))
     else:
         print("\n".join(_lines_of(answer)))
     return exits.OK
+
+
+def _no_log(process: str, answer: LogsResponse) -> NotFound:
+    """Return the error for a process that has no log, with those that have one."""
+    there = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
+    more = f" and {answer.left_out:,} more" if answer.left_out else ""
+    return NotFound(f"no process {process!r} with a log; there are: {there}{more}")
 
 
 def _lines_of(answer: LogsResponse) -> Iterator[str]:
