@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Sequence
 import numpy as np
 
 from weightd.ctl import exits
-from weightd.ctl.measuring.shapes import specify
+from weightd.ctl.measuring.shapes import example_of, specify
 from weightd.ctl.signatures import as_json, lines_of
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Verb
@@ -60,7 +60,7 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
 
 def example(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
     """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
-    known = {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
+    known = example_of(metadata)
     given = [(each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known]
     return specify(metadata.inputs, given, example=known)
 

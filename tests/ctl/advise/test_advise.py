@@ -31,17 +31,29 @@ IDS = TensorSignature("ids", "INT64", (-1,))
 QUICK = ("--rows", "2,4", "--different", "10", "--seconds", "0.1")
 
 
-def serves(then: Handler = echo, inputs: Sequence[TensorSignature] = (X, IDS)) -> Handler:
-    """A model with these inputs; `then` answers its requests."""
+def serves(then: Handler = echo, inputs: Sequence[TensorSignature] = (X, IDS), example: Any = None) -> Handler:
+    """A model with these inputs, known to run on `example`; `then` answers its requests."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, ModelMetadata):
-            return [encode(ModelMetadataResponse(message.id, message.model_name, "fake", tuple(inputs), ()))]
+            return [
+                encode(
+                    ModelMetadataResponse(message.id, message.model_name, "fake", tuple(inputs), (), example=example)
+                )
+            ]
         if isinstance(message, ModelReady):
             return [encode(ReadyResponse(message.id, ready=True))]
         return (then if isinstance(message, Infer) else echo)(message, tensors)
 
     return handle
+
+
+def test_rows_have_the_shape_that_the_model_is_known_to_run_on(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = serves(example=((1, 64), (1,)))
+    ctl("advise", "m", *QUICK, "--json")
+    seen = [daemon.next()[0] for _ in range(daemon.seen.qsize())]
+    shapes = {each.description.inputs[0].shape[1:] for each in seen if isinstance(each, Infer)}
+    assert shapes == {(64,)}
 
 
 def answers(message: Infer, array: Any) -> List[List[Any]]:

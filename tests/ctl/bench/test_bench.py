@@ -28,12 +28,12 @@ from ..conftest import Ctl, counted, fails
 INPUTS = (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("ids", "INT64", (-1,)))
 
 
-def serves(then: Handler = echo) -> Handler:
-    """A model with INPUTS; `then` answers its requests."""
+def serves(then: Handler = echo, example: Any = None) -> Handler:
+    """A model with INPUTS, which is known to run on `example`; `then` answers its requests."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, ModelMetadata):
-            return [encode(ModelMetadataResponse(message.id, message.model_name, "fake", INPUTS, ()))]
+            return [encode(ModelMetadataResponse(message.id, message.model_name, "fake", INPUTS, (), example=example))]
         if isinstance(message, Cancel):
             return []
         return (then if isinstance(message, Infer) else echo)(message, tensors)
@@ -59,6 +59,22 @@ def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemo
     assert {each.description.inputs for each in seen if isinstance(each, Infer)} == {
         (TensorSpec("x", "FP32", (3, 4)), TensorSpec("ids", "INT64", (3,)))
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shapes", "rows"),
+    [
+        ([], [[2, 64], [2]], 2),
+        (["--rows", "3"], [[3, 64], [3]], 3),
+        (["--shape", "x=2,9"], [[2, 9], [2]], 2),
+    ],
+)
+def test_bench_measures_shapes_that_the_model_is_known_to_run_on(
+    ctl: Ctl, daemon: FakeDaemon, arguments: List[str], shapes: Any, rows: int
+) -> None:
+    daemon.handle = serves(example=((2, 64), (2,)))
+    told = json.loads(ctl("bench", "m", *arguments, "--in-flight", "1", "--seconds", "0.1", "--json").out)
+    assert ([each["shape"] for each in told["inputs"]], told["rows"]) == (shapes, rows)
 
 
 def test_how_many_ran_together_is_what_the_daemon_has_counted(ctl: Ctl, daemon: FakeDaemon) -> None:

@@ -35,8 +35,9 @@ from the answer to the same row alone; lines below name the outputs, and by how 
 equal is tested, not proved, for it hangs on values too. At 1 row the same row was asked for twice.
 
 Rows are made up: floats around 0, of which each third row is 100 times as large and each third a
-hundredth; integers 0 or 1, for they may be indices; --inputs gives others. A free dimension is 1,
-unless --shape says otherwise.
+hundredth; integers 0 or 1, for they may be indices; --inputs gives others. Dimensions behind the
+first are those that the model is known to run on, those of its self-test, unless --shape says
+otherwise; where none are known, free ones are 1.
 
 Advised is the smallest number of rows with {rule.ENOUGH_OF_BEST:.0%} of the best gain, among those at which requests
 that wait are answered sooner together than one after another; and nothing, where {rule.AT_ROWS} rows bring less
@@ -108,7 +109,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         options.fail("expected --inputs or --shape, not both: the arrays have a shape")
     sizes = sorted({1, *options.rows})
     with subject.ready(connect, name) as model:
-        source = _source(options, model.inputs, sizes[-1])
+        source = _source(options, model, sizes[-1])
         measuring = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
         status = exits.OK
         try:
@@ -124,7 +125,8 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return status
 
 
-def _source(options: argparse.Namespace, inputs: Sequence[TensorSignature], rows: int) -> Union[MadeUp, FromFile]:
+def _source(options: argparse.Namespace, model: subject.Subject, rows: int) -> Union[MadeUp, FromFile]:
+    inputs = model.inputs
     fixed: List[TensorSignature] = [each for each in inputs if not shapes.has_free_rows(each)]
     if fixed or not inputs:
         raise NoRows(
@@ -133,7 +135,7 @@ def _source(options: argparse.Namespace, inputs: Sequence[TensorSignature], rows
         )
     if options.inputs:
         return FromFile(options.inputs, inputs)
-    return MadeUp(shapes.specify(inputs, options.shape, rows))
+    return MadeUp(shapes.specify(inputs, options.shape, rows, model.example))
 
 
 VERB = Verb("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)

@@ -21,7 +21,8 @@ them in flight. Each answer that comes is followed by the next request at once.
   weightctl bench bert --shape ids=1,128 --shape mask=1,128 --in-flight 1,32
 
 Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {samples.MOST} in turn.
-A free dimension is 1, unless --shape or --rows says otherwise.
+They have shapes that the model is known to run on, its self-test's, unless --shape or --rows says
+otherwise; where none are known, free dimensions are 1. The first line of the output has the shapes.
 
 Time is cut into windows, at most {MOST} in --seconds; the first one is the warm-up. The figures are
 those of the last {ENOUGH}, and it is over as soon as their requests/s are within {TOLERANCE:.0%} of their mean.
@@ -51,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows",
         type=shapes.rows,
         metavar="N",
-        help="the first dimension of each input where it is free (default: as --shape has it, else 1)",
+        help="the first dimension of each input where it is free (default: as in the shape)",
     )
     parser.add_argument(
         "--in-flight",
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     name: str = options.model
     levels: List[Level] = []
     with subject.ready(connect, name) as model:
-        specs = shapes.specify(model.inputs, options.shape, options.rows)
+        specs = shapes.specify(model.inputs, options.shape, options.rows, model.example)
         inputs = samples.several(specs)
         with model.asking():
             model.client.infer(name, inputs[0])

@@ -10,6 +10,7 @@ from weightd.ctl import exits
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Ended
 from weightd.protocol import limits
+from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
 
 Shape = Tuple[int, ...]
@@ -29,7 +30,8 @@ def add_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
         default=[],
         type=_named_shape,
         metavar="NAME=N,N",
-        help=f"the shape of an input, where its free dimensions are not to be 1{more}; once for each",
+        help="the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
+        f"is known){more}; once for each",
     )
 
 
@@ -94,6 +96,11 @@ _MOST_COUNTS = 16
 _LEAST_S, _MOST_S = 0.1, 3600
 
 
+def example_of(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
+    """Return shapes of a model's inputs that it is known to run on; empty where none are known."""
+    return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
+
+
 def has_free_rows(signature: TensorSignature) -> bool:
     """Whether a request chooses the first dimension of this input."""
     return signature.shape is None or signature.shape[:1] == (-1,)
@@ -110,7 +117,7 @@ def specify(
     Args:
         inputs: what the model takes.
         given: what `--shape` says of them.
-        rows: the first dimension of those where it is free; None: as `given` has it, else 1.
+        rows: the first dimension of those where it is free; None: as in `given`, else as in `example`, else 1.
         example: shapes that are known to be good, of inputs that are not `given`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import ContextManager, Dict, Generator, NamedTuple, Sequence, Tuple, Type
+from typing import ContextManager, Dict, Generator, Mapping, NamedTuple, Sequence, Tuple, Type
 
 from weightd.client.client import Client
 from weightd.ctl.measuring import shapes
@@ -34,12 +34,14 @@ class Subject(NamedTuple):
         name: its name.
         client: asks it.
         inputs: what it takes.
+        example: shapes of its inputs that it is known to run on; empty where none are known.
         progress: shows how far that is.
     """
 
     name: str
     client: Client
     inputs: Tuple[TensorSignature, ...]
+    example: Mapping[str, shapes.Shape]
     progress: Progress
 
     def say(self, text: str) -> None:
@@ -61,8 +63,8 @@ def ready(connect: Connect, model: str) -> Generator[Subject, None, None]:
     with connect() as client, Progress() as progress:
         progress.say(f"{model}: waits until it is ready")
         with _asking(model):
-            inputs = client.metadata(model).inputs
-        yield Subject(model, client, inputs, progress)
+            metadata = client.metadata(model)
+        yield Subject(model, client, metadata.inputs, shapes.example_of(metadata), progress)
 
 
 @contextlib.contextmanager

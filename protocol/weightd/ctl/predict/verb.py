@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SEED",
         help="make up the inputs that are not given; others for each SEED (default: 0)",
     )
-    shapes.add_argument(parser, " or as the model is known to run, with --random")
+    shapes.add_argument(parser, ", with --random")
     _add_pixels(parser)
     parser.add_argument(
         "--top",
@@ -179,8 +179,7 @@ def _inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     if options.random is not None:
         metadata = client.metadata(options.model)
         missing = [each for each in metadata.inputs if each.name not in inputs]
-        example = {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
-        inputs.update(_made_up(missing, options, example))
+        inputs.update(_made_up(missing, options, shapes.example_of(metadata)))
     return inputs
 
 
