@@ -90,7 +90,9 @@ def double(value: float) -> Any:
 @pytest.mark.parametrize(
     ("value", "datatype", "expected"),
     [
-        ([1, 2.0], "INT32", r"^input x\[1\]: expected an integer from -2147483648 to 2147483647, got float 2.0$"),
+        ([1, 2.5], "INT32", r"^input x\[1\]: expected an integer from -2147483648 to 2147483647, got float 2.5$"),
+        ([float("nan")], "INT32", r"^input x\[0\]: expected an integer from .*, got float nan$"),
+        ([1.0, 1e300], "INT64", r"^input x\[1\]: expected an integer from .*, got float 1e\+300$"),
         (2.5, "INT64", "^input x: expected an integer from .*, got float 2.5$"),
         ([[1, 2], [3, 256]], "UINT8", r"^input x\[1\]\[1\]: expected an integer from 0 to 255, got int 256$"),
         ([1, True], "INT8", r"^input x\[1\]: .*, got bool True$"),
@@ -131,6 +133,12 @@ def test_numpys_own_numbers_are_numbers() -> None:
     # Compared as they are: numpy would compare these two as doubles, which are equal.
     with pytest.raises(InvalidArgument, match=rf"\[1\]: .*{2**63}\)?$"):
         array_of([np.int64(1), np.uint64(2**63)], "INT64")
+
+
+@pytest.mark.parametrize("datatype", ["INT8", "UINT8", "INT64", "UINT64"])
+def test_whole_numbers_of_floating_point_are_integers(datatype: str) -> None:
+    made = array_of([[1.0, 2], [np.float32(3), 0.0]], datatype)
+    assert (made.tolist(), datatype) == ([[1, 2], [3, 0]], made.dtype.name.upper())
 
 
 def test_ranges_and_tuples_are_lists() -> None:

@@ -73,7 +73,10 @@ def test_a_scalar_is_a_list_of_one() -> None:
         ("INT8", [1], [128], "expected values that INT8 can hold"),
         ("UINT8", [1], [-1], "expected values that UINT8 can hold"),
         ("UINT64", [1], [2**64], "expected values that UINT64 can hold"),
-        ("INT64", [1], [1.0], "expected integers for INT64, got float 1.0"),
+        ("INT64", [2], [1.0, 1.5], "expected integers for INT64, got float 1.5"),
+        ("INT64", [1], [float("nan")], "expected integers for INT64, got float nan"),
+        ("INT64", [1], [1e300], "expected values that INT64 can hold"),
+        ("UINT8", [1], [-1.0], "expected values that UINT8 can hold"),
         ("INT64", [1], [True], "expected integers for INT64, got bool True"),
         ("BOOL", [1], [1], "expected booleans for BOOL, got int 1"),
         ("INT64", [2, 2], [[1, 2], 3], "expected lists nested as the shape [2, 2], got int 3"),
@@ -89,6 +92,11 @@ def test_values_that_are_not_the_tensor(datatype: str, shape: list[int], values:
         from_values("x", datatype, shape, values)
     assert str(caught.value).startswith("x: ")
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("datatype", ["INT8", "UINT8", "INT64", "UINT64"])
+def test_whole_numbers_of_floating_point_are_integers(datatype: str) -> None:
+    assert from_values("x", datatype, [3], [1.0, 2, 0.0]).tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BF16", "fp32", "", None, 7, ["FP32"]])

@@ -28,8 +28,9 @@ _DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES
 # What a value in JSON, or of a typed list, may be, by the kind of numpy's dtype. A boolean is an int for Python.
 _TYPES: Mapping[str, frozenset[type]] = {
     "b": frozenset({bool}),
-    "i": frozenset({int}),
-    "u": frozenset({int}),
+    # JSON has one kind of number: many clients write 1 as 1.0.
+    "i": frozenset({int, float}),
+    "u": frozenset({int, float}),
     "f": frozenset({int, float}),
 }
 _CALLED: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
@@ -179,19 +180,26 @@ def _lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[l
 
 def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
     dtype = DTYPES[datatype]
-    wrong = {*map(type, flat)} - _TYPES[dtype.kind]
-    if wrong:
-        first = next(each for each in flat if type(each) in wrong)
+    kinds = {*map(type, flat)}
+    wrong = kinds - _TYPES[dtype.kind]
+    has_fractions = dtype.kind in "iu" and float in kinds and not all(map(_is_whole, flat))
+    if wrong or has_fractions:
+        first = next(each for each in flat if type(each) in wrong or (has_fractions and not _is_whole(each)))
         raise InvalidArgument(f"{label(name)}: data: expected {_CALLED[dtype.kind]} for {datatype}, got {got(first)}")
     try:
         with np.errstate(over="ignore"):
-            array = np.array(flat, dtype)
+            # Of a float numpy would not tell that it is too large.
+            array = np.array([*map(int, flat)] if dtype.kind in "iu" else flat, dtype)
     except OverflowError:
         array = None
     # What is too large has become infinity, which JSON has not: for Python, 1e999 is.
     if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, float) or value.is_integer()
 
 
 def to_values(name: str, array: Array, most: int = MOST_VALUES) -> list[Any]:

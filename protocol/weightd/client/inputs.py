@@ -173,7 +173,10 @@ def _booleans(values: List[Any], dtype: Any) -> _Converted:
 
 
 def _integers(values: List[Any], dtype: Any) -> _Converted:
-    wrong = _first_other(values, (int, np.integer))
+    # JSON has one kind of number: many clients write 1 as 1.0.
+    wrong = _first_other(values, _REAL)
+    if wrong is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
+        wrong = next((index for index, each in enumerate(values) if not _is_whole(each)), None)
     if wrong is not None:
         return None, wrong
     # Python's own are compared exactly.
@@ -196,6 +199,10 @@ def _reals(values: List[Any], dtype: Any) -> _Converted:
         array = wide.astype(dtype)
     infinite = np.flatnonzero(np.isinf(array) & ~np.isinf(wide))
     return array, int(infinite[0]) if infinite.size else None
+
+
+def _is_whole(value: Any) -> bool:
+    return issubclass(type(value), (int, np.integer)) or float(value).is_integer()
 
 
 def _has_double(value: Any) -> bool:
