@@ -23,17 +23,17 @@ def outputs(client: Client, images: NDArray[np.float32]) -> NDArray[Any]:
         "digits", {"x": images}, out={"y": client.empty((1, 64), np.float32)}
     )
     pending: Pending = client.submit("digits", images)
-    pending.result()["y"].argmax()
+    pending.result()["y"].argmax(axis=1)
     return by_name["y"]
 
 
 def as_a_function(client: Client, images: NDArray[np.float32]) -> None:
     """One input without a name, or each by its name."""
     digits: Model = client.model("digits", outputs=["y"])
-    digits(images).argmax()
+    digits(images).argmax(axis=1)
     digits(x=images)
     digits({"x": images})
-    digits.submit(x=images).result().argmax()
+    digits.submit(x=images).result().argmax(axis=1)
     print(digits.metadata().inputs[0].shape)
 
 
