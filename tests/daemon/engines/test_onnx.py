@@ -57,6 +57,22 @@ BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[st
     "string": ([STRING], [Y], [f"input x: string {NOT_SENT}"]),
     "BF16": ([X], [of_type("y", TensorProto.BFLOAT16, 1)], [f"output y: BF16 {NOT_SENT}"]),
     "complex": ([of_type("x", TensorProto.COMPLEX64, 1)], [Y], [f"input x: complex64 {NOT_SENT}"]),
+    "packed and small types": (
+        [of_type(f"x{each}", each, 1) for each in (17, 21, 22, 23, 24, 25, 26)],
+        [Y],
+        [
+            f"input x{each}: {name} {NOT_SENT}"
+            for each, name in (
+                (17, "FLOAT8E4M3FN"),
+                (21, "UINT4"),
+                (22, "INT4"),
+                (23, "FLOAT4E2M1"),
+                (24, "FLOAT8E8M0"),
+                (25, "UINT2"),
+                (26, "INT2"),
+            )
+        ],
+    ),
     "a new one": ([of_type("x", 99, 1)], [Y], [f"input x: datatype 99 {NOT_SENT}"]),
     "a sequence": ([named("x", helper.make_sequence_type_proto(TENSOR))], [Y], [f"input x: a sequence {NOT_SENT}"]),
     "optional": ([X], [named("y", helper.make_optional_type_proto(TENSOR))], [f"output y: optional {NOT_SENT}"]),

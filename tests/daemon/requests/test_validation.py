@@ -103,6 +103,13 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
 PAIR = (TensorSignature("a", "FP32", (-1, 3, -1)), TensorSignature("b", "FP32", (-1,)))
 
 
+def test_a_dimension_of_0_is_refused_only_where_it_is_free() -> None:
+    takes = {"x": TensorSignature("x", "FP32", (0, -1))}
+    check_inputs(takes, [TensorSpec("x", "FP32", (0, 3))])
+    with pytest.raises(InvalidArgument, match=r"got \[0, 0\]$"):
+        check_inputs(takes, [TensorSpec("x", "FP32", (0, 0))])
+
+
 def geared(*gears: tuple[int, ...]) -> Built:
     return Built("", PAIR, PAIR, (), "", 0, gears=gears)
 

@@ -31,7 +31,8 @@ _VALUES = 1  # in a sparse one
 _DATATYPES: Sequence[str] = (
     *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
     *("UINT32", "UINT64", "complex64", "complex128", "BF16"),
-    *("float8e4m3fn", "float8e4m3fnuz", "float8e5m2", "float8e5m2fnuz"),
+    *("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"),
+    *("UINT4", "INT4", "FLOAT4E2M1", "FLOAT8E8M0", "UINT2", "INT2"),
 )
 _NOT_SENT = f"has no datatype on the wire; expected one of {', '.join(ITEM_BYTES)}"
 
