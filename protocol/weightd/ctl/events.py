@@ -13,9 +13,8 @@ from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightd.client.client import Client
 from weightd.ctl import exits
-from weightd.ctl.status.verb import only
 from weightd.ctl.text import clean, count, moment
-from weightd.ctl.verb import Connect, NotReached, Verb
+from weightd.ctl.verb import Connect, NotReached, Verb, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.journal import Event
 
@@ -89,7 +88,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         try:
             told = _ask(client, options.model, 0, since, options.lines)
             if options.model and not told.some:
-                only(client.status(), options.model)
+                check_model(client.status(), options.model)
         except (Unavailable, DeadlineExceeded) as error:
             raise NotReached(error) from None
         if options.json and not options.follow:

@@ -8,7 +8,8 @@ from typing import Callable, Generator, NamedTuple
 
 from weightd.client.client import Client
 from weightd.ctl import exits
-from weightd.protocol.errors import Internal, InvalidArgument, PermissionDenied, RequestError, WeightdError
+from weightd.protocol.errors import Internal, InvalidArgument, NotFound, PermissionDenied, RequestError, WeightdError
+from weightd.protocol.messages.status import StatusResponse
 
 # Connects, with the address and the timeout of the command line.
 Connect = Callable[[], Client]
@@ -77,3 +78,10 @@ def operating(client: Client) -> Generator[None, None, None]:
 
 
 _UNREACHED = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}
+
+
+def check_model(status: StatusResponse, name: str) -> None:
+    """Raise `NotFound`, with the models that exist, where none has this name."""
+    names = [model.name for model in status.models]
+    if name not in names:
+        raise NotFound(f"no model {name!r}; there are: {', '.join(names) or 'none'}")

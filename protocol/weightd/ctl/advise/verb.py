@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import List, Sequence, Union
+from typing import List, Union
 
 from weightd.ctl import exits
 from weightd.ctl.advise import render, rule

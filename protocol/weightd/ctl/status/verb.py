@@ -8,8 +8,8 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.status import render
-from weightd.ctl.verb import Connect, NotReached, Verb
-from weightd.protocol.errors import DeadlineExceeded, NotFound, Unavailable
+from weightd.ctl.verb import Connect, NotReached, Verb, check_model
+from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.status import StatusResponse
 
 _DESCRIPTION = """\
@@ -75,11 +75,8 @@ def only(response: StatusResponse, name: str) -> StatusResponse:
     Raises:
         NotFound: there is no such model.
     """
-    models = tuple(model for model in response.models if model.name == name)
-    if not models:
-        there = ", ".join(model.name for model in response.models) or "none"
-        raise NotFound(f"no model {name!r}; there are: {there}")
-    return dataclasses.replace(response, models=models)
+    check_model(response, name)
+    return dataclasses.replace(response, models=tuple(model for model in response.models if model.name == name))
 
 
 def exit_status(response: StatusResponse) -> int:
