@@ -84,8 +84,9 @@ def _as(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
 def as_array(place: str, value: Any, datatype: str) -> Any:
     """Return an array of `datatype` with the values of nested lists, or of a number.
 
-    No integer wraps, none is made of a fraction or of a truth value, and no number becomes infinite; one of floating
-    point is rounded to the nearest that there is. A list of arrays has a datatype already, and keeps it.
+    No integer wraps, none is made of a fraction (1.0 is 1, 1.5 is refused) or of a truth value, and no number becomes
+    infinite; one of floating point is rounded to the nearest that there is. A list of arrays has a datatype already,
+    and keeps it.
 
     Args:
         place: what it is, for errors.
