@@ -57,6 +57,19 @@ def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: Place, tmp_p
     assert place.left == []
 
 
+def test_check_names_the_sockets_of_the_unit_that_serves_the_file(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONFIGURATION_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("RUNTIME_DIRECTORY", raising=False)
+    config = tmp_path / "card0.toml"
+    config.write_text(f"[models.m]\npath = '{zoo.path('two_inputs', 'onnxruntime')}'\n", encoding="utf-8")
+    done = weightd("check", config)
+    where = "unix:///run/weightd/card0.sock.unix, ipc:///run/weightd/card0.sock"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == f"{config}: good for weightd@card0.service; clients connect to {where}"
+
+
 def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: Place) -> None:
     config = place.config({"m": {"path": zoo.path("two_inputs", "onnxruntime")}})
     with config.open("a", encoding="utf-8") as file:

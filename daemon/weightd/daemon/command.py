@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from weightd.daemon import exits
 from weightd.daemon.config.check import described, problems
-from weightd.daemon.config.defaults import default_path
+from weightd.daemon.config.defaults import default_path, unit_of
 from weightd.daemon.config.load import ConfigError, examine, parse
 from weightd.daemon.config.tenants import warnings
 from weightd.daemon.continuity.config_file import ConfigFile
@@ -114,7 +114,8 @@ def _check(options: argparse.Namespace) -> int:
     # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ended)
-    config, loadable, found = examine(options.config)
+    unit = unit_of(options.config)
+    config, loadable, found = examine(options.config, unit)
     members = {name for group in config.groups.values() for name in group.models}
     wrong = problems(loadable, members)
     found += [f"{options.config}: {problem}" for name in wrong for problem in wrong[name]]
@@ -134,7 +135,8 @@ def _check(options: argparse.Namespace) -> int:
     for warning in warnings(config.tenants, config.models):
         logs.complain(f"{options.config}: warning: {warning}")
     where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
-    print(f"{options.config}: good; clients connect to {', '.join(where)}")
+    by = f" for {unit.name}" if unit else ""
+    print(f"{options.config}: good{by}; clients connect to {', '.join(where)}")
     return exits.OK
 
 
@@ -213,7 +215,9 @@ def parser() -> argparse.ArgumentParser:
             "Says all that is wrong with a configuration, a line each: keys, files that cannot be read, interpreters "
             "without the engine, and ONNX models whose inputs and outputs no request could carry. Of a model with "
             "ranks it compares the slices, and reads rank tables. What another MindIR model takes, and whether an "
-            "engine can run a model at all, only a load tells. Exit status: 0 it is good, 1 a model does not load, "
+            "engine can run a model at all, only a load tells. Of a file in CONFIGURATION_DIRECTORY, or in "
+            "/etc/weightd, it names the sockets of the systemd unit that serves it: weightd.service for weightd.toml, "
+            "weightd@NAME.service for NAME.toml. Exit status: 0 it is good, 1 a model does not load, "
             "78 something else is wrong."
         ),
     )

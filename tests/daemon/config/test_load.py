@@ -524,6 +524,39 @@ def test_the_services_configuration_is_where_systemd_says(
     assert default_path() == Path(path)
 
 
+@pytest.mark.parametrize(
+    ("file", "unit", "socket"),
+    [
+        ("weightd.toml", "weightd.service", "ipc:///run/weightd/weightd.sock"),
+        ("card0.toml", "weightd@card0.service", "ipc:///run/weightd/card0.sock"),
+    ],
+)
+@pytest.mark.parametrize("runtime_dir", [None, "/run/weightd"])
+def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, unit: str, socket: str, runtime_dir: str | None
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 999)
+    monkeypatch.setenv("CONFIGURATION_DIRECTORY", str(tmp_path))
+    if runtime_dir:
+        monkeypatch.setenv("RUNTIME_DIRECTORY", runtime_dir)
+    path = tmp_path / file
+    path.write_text(MODEL, "utf-8")
+    found = defaults.unit_of(path)
+    assert found is not None
+    assert found.name == unit
+    daemon = examine(path, found).config.daemon
+    assert daemon == DaemonConfig(socket, "/run/weightd", "/var/cache/weightd")
+    assert str(daemon.unix_socket) == f"{socket.removeprefix('ipc://')}.unix"
+    path.write_text(f'[daemon]\nsocket = "ipc:///elsewhere"\n{MODEL}', "utf-8")
+    assert examine(path, found).config.daemon.socket == "ipc:///elsewhere"
+
+
+def test_a_file_elsewhere_is_of_no_unit(tmp_path: Path) -> None:
+    assert defaults.unit_of(tmp_path / "weightd.toml") is None
+    assert defaults.unit_of(Path("/etc/weightd/../weightd.toml")) is None
+    assert defaults.unit_of(Path("/etc/weightd/sub/../card0.toml")) is not None
+
+
 # --- sockets that a service manager has opened ----------------------------------------------------------------------
 
 LISTENING = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "ipc:///run/third.sock"]

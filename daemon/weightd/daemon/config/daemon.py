@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightd.daemon.config import addresses
-from weightd.daemon.config.defaults import default_cache_dir, default_runtime_dir
+from weightd.daemon.config.defaults import Unit, default_cache_dir, default_runtime_dir
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, number
@@ -96,16 +96,22 @@ class DaemonConfig:
         return Path(paths.unix_path(self.socket, self.runtime_dir))
 
 
-def complete_daemon(config: DaemonConfig, base: Path, listening: Sequence[str], problems: Problems) -> DaemonConfig:
+def complete_daemon(
+    config: DaemonConfig, base: Path, listening: Sequence[str], problems: Problems, unit: Unit | None = None
+) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
     `listening`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added to
-    `problems`, where that of single keys is already; what is returned is of use if there is none.
+    `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
+    of `unit`, if there is one, else those of this process.
     """
-    runtime_dir = str((base / (config.runtime_dir or default_runtime_dir())).absolute())
-    cache_dir = str((base / (config.cache_dir or default_cache_dir())).absolute())
+    runtime_dir = config.runtime_dir or (unit.runtime_dir if unit else default_runtime_dir())
+    runtime_dir = str((base / runtime_dir).absolute())
+    cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
+    cache_dir = str((base / cache_dir).absolute())
     expected = addresses.sockets(listening)
-    socket = config.socket or (expected[0] if expected else paths.socket_address(runtime_dir))
+    default = expected[0] if expected else unit.socket if unit else paths.socket_address(runtime_dir)
+    socket = config.socket or default
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
     longest = addresses.of_path(str(complete.lane_socket))
     problems.note((each.at(".runtime_dir") for each in longest), "runtime_dir")

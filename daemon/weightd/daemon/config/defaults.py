@@ -4,8 +4,41 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd.shared import paths
+
+_SYSTEM_CACHE_DIR = "/var/cache/weightd"
+
+
+class Unit(NamedTuple):
+    """A systemd unit that serves a configuration file, and the defaults that it has there.
+
+    Attributes:
+        name: of the unit.
+        runtime_dir: its RuntimeDirectory=.
+        cache_dir: its CacheDirectory=.
+        socket: the ipc:// address at which its socket unit listens.
+    """
+
+    name: str
+    runtime_dir: str
+    cache_dir: str
+    socket: str
+
+
+def unit_of(path: Path) -> Unit | None:
+    """Return the unit that serves the configuration at `path`; None where `path` is not in the units' directory."""
+    if path.resolve().parent != default_path().parent.resolve():
+        return None
+    name = path.stem
+    runtime_dir = _from_systemd("RUNTIME_DIRECTORY") or paths.SYSTEM_RUNTIME_DIR
+    return Unit(
+        "weightd.service" if name == "weightd" else f"weightd@{name}.service",
+        runtime_dir,
+        _from_systemd("CACHE_DIRECTORY") or _SYSTEM_CACHE_DIR,
+        f"ipc://{runtime_dir}/{name}.sock",
+    )
 
 
 def default_path() -> Path:
@@ -22,7 +55,7 @@ def default_cache_dir() -> str:
     """Return the directory for snapshots and page stores where the configuration names none."""
     given = _from_systemd("CACHE_DIRECTORY")
     if given or os.getuid() == 0:
-        return given or "/var/cache/weightd"
+        return given or _SYSTEM_CACHE_DIR
     return paths.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
 
 

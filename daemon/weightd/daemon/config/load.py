@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from weightd.daemon.config import rankrules
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
+from weightd.daemon.config.defaults import Unit
 from weightd.daemon.config.devices import DeviceConfig, read_devices
 from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, memberships, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
@@ -112,21 +113,23 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def examine(path: Path, listening: Sequence[str] = ()) -> Examined:
+def examine(path: Path, unit: Unit | None = None) -> Examined:
     """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
+
+    Defaults are those of `unit`, if there is one.
 
     Raises:
         ConfigError: it is unreadable, or not TOML.
     """
-    return _examine(read(path), path, listening)
+    return _examine(read(path), path, (), unit)
 
 
-def _examine(text: str, path: Path, listening: Sequence[str]) -> Examined:
+def _examine(text: str, path: Path, listening: Sequence[str], unit: Unit | None = None) -> Examined:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    config, loadable, problems = _parse(content, path.resolve().parent, listening)
+    config, loadable, problems = _parse(content, path.resolve().parent, listening, unit)
     return Examined(config, loadable, [f"{path}: {error}" for error in problems.errors])
 
 
@@ -143,7 +146,7 @@ def parse(content: Mapping[str, Any], base: Path, listening: Sequence[str] = ())
 
 
 def _parse(
-    content: Mapping[str, Any], base: Path, listening: Sequence[str]
+    content: Mapping[str, Any], base: Path, listening: Sequence[str], unit: Unit | None = None
 ) -> tuple[Config, dict[str, ModelConfig], Problems]:
     problems = Problems()
     daemon = DaemonConfig()
@@ -158,7 +161,7 @@ def _parse(
             problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".daemon"):
         daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
-        daemon = complete_daemon(daemon, base, listening, problems)
+        daemon = complete_daemon(daemon, base, listening, problems, unit)
     with problems.at(".tenants"):
         tenants = read_tenants(content.get("tenants", {}), base, problems)
     with problems.at(".listeners"):
