@@ -33,6 +33,7 @@ from testkit import models
 from testkit.gatewayprocess import GatewayProcess
 from testkit.service import Service
 from testkit.waiting import until
+from weightd.client import InvalidArgument
 from weightd.gateway.arrays import DTYPES
 
 from .support import ONE_ENGINE
@@ -48,10 +49,11 @@ LONG = {"inputs": [{"name": "n", "datatype": "INT64", "shape": [1], "data": [1_0
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     directory = tmp_path_factory.mktemp("gateway")
-    tables = {
+    tables: dict[str, dict[str, object]] = {
         "tiny": {"path": models.tiny(directory / "tiny.onnx")},
         "types": {"path": models.datatypes(directory / "types.onnx")},
         "slow": {"path": models.patient(directory / "slow.onnx")},
+        "scalar": {"path": models.with_scalar(directory / "scalar.onnx"), "batching": {"max_rows": 8}},
     }
     with Service(tables) as service:
         service.ready()
@@ -119,6 +121,25 @@ def test_bits_are_those_of_the_native_client(
     with service.client() as native:
         assert_the_same_bits(result, native.infer("types", arrays))
     assert result.get_response()["id"] == "7"
+
+
+def test_a_scalar_and_an_array_of_one_element_are_the_same(
+    service: Service, client: triton.InferenceServerClient
+) -> None:
+    x = np.arange(4, dtype=np.float32).reshape(2, 2)
+    exact: Arrays = {"x": x, "rate": np.array(16000), "offset": np.array([0.5], np.float32)}
+    loose: Arrays = {"x": x, "rate": np.array([16000]), "offset": np.array(0.5, np.float32)}
+    with service.client() as native:
+        [expected] = native.infer("scalar", exact).values()
+        assert expected.tolist() == (x * 16000 + 0.5).tolist()
+        pending = [native.submit("scalar", each) for each in [exact, loose] * 8]
+        assert {each.result()["y"].tobytes() for each in pending} == {expected.tobytes()}
+        assert native.infer("scalar", {"x": x, "rate": [[16000]], "offset": 0.5})["y"].tobytes() == expected.tobytes()
+        for name, wrong in [("rate", np.zeros(2, np.int64)), ("rate", np.zeros((1, 0), np.int64)), ("x", np.zeros(()))]:
+            with pytest.raises(InvalidArgument, match=f"^input {name}: expected shape "):
+                native.infer("scalar", {**exact, name: wrong.astype(exact[name].dtype)})
+    for binary in (True, False):
+        assert_the_same_bits(client.infer("scalar", asked(loose, binary=binary)), {"y": expected})
 
 
 def test_bits_are_the_same_in_json(client: triton.InferenceServerClient) -> None:

@@ -149,8 +149,9 @@ class Client:
             model: the model's name in the daemon's configuration.
             inputs: an array for each input by its name, or an array alone where the model has one input; anything with
                 a datatype that `numpy.asarray` takes. Datatype, rank and fixed dimensions must be the model's (see
-                `metadata`): no array is converted. Numbers, and lists of numbers, become arrays of the model's
-                datatype: each value as it is, or none. What the model takes is asked for once, if that has to be known.
+                `metadata`): no array is converted. A scalar and an array of one element are interchangeable. Numbers,
+                and lists of numbers, become arrays of the model's datatype: each value as it is, or none. What the
+                model takes is asked for once, if that has to be known.
             outputs: the names of those that are wanted; all where it is None.
             out: numpy arrays to be filled with outputs, by name, of their dtype and shape. If the call does not end in
                 an answer, a worker may write there some time later.

@@ -18,6 +18,7 @@ IMAGE, SCALE = TensorSpec("image", "FP32", (2, 8, 8)), TensorSpec("scale", "FP64
 IMAGES, SCALES = TensorSignature("image", "FP32", (-1, 8, 8)), TensorSignature("scale", "FP64", ())
 TAKES = {"image": IMAGES, "scale": SCALES}
 ANY_RANK = {"x": TensorSignature("x", "FP32", None)}
+ONE = "one element: a scalar, or any shape in which each size is 1"
 SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
 
 
@@ -51,7 +52,16 @@ def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignatu
         (TAKES, [replace(IMAGE, shape=(2, 8, 9)), SCALE], f"{SHAPE} [2, 8, 9]"),
         (TAKES, [replace(IMAGE, shape=(0, 8, 8)), SCALE], f"{SHAPE} [0, 8, 8]"),
         (TAKES, [replace(IMAGE, shape=(2, 8, 8, 1)), SCALE], f"{SHAPE} [2, 8, 8, 1]"),
-        (TAKES, [IMAGE, replace(SCALE, shape=(1,))], "input scale: expected shape [], got [1]"),
+        *(
+            (TAKES, [IMAGE, replace(SCALE, shape=shape)], f"input scale: expected shape [] ({ONE}), got {[*shape]}")
+            for shape in ((2,), (0,), (1, 0), (1, 2))
+        ),
+        (TAKES, [replace(IMAGE, shape=()), SCALE], f"{SHAPE} []"),
+        # A free dimension may count rows, which a scalar has not.
+        ({"x": TensorSignature("x", "FP32", (-1,))}, [TensorSpec("x", "FP32", ())],
+         "input x: expected shape [-1] (-1: any size from 1), got []"),
+        ({"x": TensorSignature("x", "FP32", (1,))}, [TensorSpec("x", "FP32", (1, 1))],
+         "input x: expected shape [1], got [1, 1]"),
         (ANY_RANK, [TensorSpec("x", "FP32", (2, 0))],
          "input x: expected shape of any rank, any sizes from 1, got [2, 0]"),
     ],
@@ -61,6 +71,29 @@ def test_a_refusal_names_the_input_what_was_expected_and_what_came(
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
         check_inputs(takes, inputs)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shape"), [((), ()), ((), (1,)), ((), (1, 1, 1)), ((1,), ()), ((1, 1), ()), ((1,), (1,))]
+)
+def test_a_scalar_and_one_element_are_alike_and_the_engine_receives_what_it_declares(
+    declared: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    known, size = Signature(), TensorSignature("scale", "FP64", declared)
+    asked = RequestDescription("m", (replace(SCALE, shape=shape), IMAGE), ("y",))
+    expected = RequestDescription("m", (replace(SCALE, shape=declared), IMAGE), ("y",))
+    # Before the model is known nothing can be said, and then it can.
+    assert known.check(asked) is asked
+    known.learn(Built("", (IMAGES, size), (TensorSignature("y", "FP32", None),), (), "", 0))
+    for _ in range(2):
+        assert known.check(asked) == expected
+    assert known.check(expected) is expected
+
+
+def test_a_shape_that_is_declared_is_not_described_again() -> None:
+    known, asked = Signature(), RequestDescription("m", (IMAGE, TensorSpec("x", "FP32", (1, 1))))
+    known.learn(Built("", (IMAGES, *ANY_RANK.values()), (), (), "", 0))
+    assert known.check(asked) is asked
 
 
 @pytest.mark.parametrize(
@@ -88,7 +121,7 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
     known.check(image)
     assert not looked
     for _ in range(2):
-        known.learn(Built("", (), (), (), "", 0))
+        known.learn(Built("", (IMAGES,), (), (), "", 0))
         for _ in range(3):
             known.check(image)
     assert len(looked) == 2

@@ -288,6 +288,17 @@ def scaled(path: Path) -> Path:
     )
 
 
+def with_scalar(path: Path) -> Path:
+    """Inputs "x" FP32 [N, 2], "rate" INT64 [], "offset" FP32 [1] -> "y" FP32 [N, 2] = x * rate + offset."""
+    nodes = [
+        helper.make_node("Cast", ["rate"], ["factor"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["x", "factor"], ["product"]),
+        helper.make_node("Add", ["product", "offset"], ["y"]),
+    ]
+    rate = helper.make_tensor_value_info("rate", TensorProto.INT64, [])
+    return save(path, nodes, [fp32("x", "N", 2), rate, fp32("offset", 1)], [fp32("y", "N", 2)])
+
+
 def lengths(path: Path) -> Path:
     """Input "x" FP32 [N, T] -> "y" FP32 [N, T] = relu(3 * x + 1): requests of many lengths are of as many forms."""
     nodes = [

@@ -121,7 +121,7 @@ class Desk:
         Raises:
             RequestError: it is refused.
         """
-        self.signature.check(request.description)
+        request.description = self.signature.check(request.description)
         self.scheduler.asks(request, now)
         aside = False
         if self.guard.has_to(request):

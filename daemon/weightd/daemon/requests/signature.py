@@ -14,6 +14,7 @@ from weightd.daemon.requests.validation import (
     check_outputs,
     check_rows,
     check_same,
+    with_declared_shapes,
 )
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
@@ -57,8 +58,9 @@ class Signature:
         self.built: Built | None = None
         self._inputs: dict[str, TensorSignature] = {}
         self._outputs: Sequence[str] = ()
-        # By their identity, with themselves so that it stays theirs: those that have been checked.
-        self._fitting: dict[int, RequestDescription] = {}
+        # The descriptions that were checked, by their identity. Each is kept, so that no other object takes its
+        # identity, with the one that `check` returns for it.
+        self._fitting: dict[int, tuple[RequestDescription, RequestDescription]] = {}
         self._waiters: list[Waiter] = []
 
     def bound(self, rows: RowBounds) -> None:
@@ -77,30 +79,38 @@ class Signature:
         """Return how what another holder has built differs so that a client would notice, or ""."""
         return check_same(self.built, built) if self.built is not None else ""
 
-    def check(self, description: RequestDescription) -> None:
-        """Check what is asked for, if it is known what that has to be; else it is done once it is.
+    def check(self, description: RequestDescription) -> RequestDescription:
+        """Check a request against the signature; while no signature is known, `refusals` does so later.
+
+        Returns:
+            The request as the engine is to receive it: a scalar has the shape that the model declares.
 
         Raises:
-            InvalidArgument: it is not what the model takes or gives.
+            InvalidArgument: the model does not have such inputs or outputs.
         """
-        # The decoder gives equal bytes the same object: one that fits is not looked at again.
-        if id(description) in self._fitting or self.built is None:
-            return
+        # The decoder returns the same object for equal bytes, so most requests were checked before.
+        known = self._fitting.get(id(description))
+        if known is not None:
+            return known[1]
+        if self.built is None:
+            return description
         check_inputs(self._inputs, description.inputs)
-        check_rows(self.built, self._rows, description.inputs)
-        check_gears(self.built, self._rows, description.inputs)
+        declared = with_declared_shapes(self._inputs, description)
+        check_rows(self.built, self._rows, declared.inputs)
+        check_gears(self.built, self._rows, declared.inputs)
         if description.outputs is not None:
             check_outputs(self._outputs, description.outputs)
         if len(self._fitting) >= _MAX_FITTING:
             self._fitting.clear()
-        self._fitting[id(description)] = description
+        self._fitting[id(description)] = description, declared
+        return declared
 
     def refusals(self, requests: Sequence[Request]) -> dict[int, InvalidArgument]:
-        """Return the errors of those requests that do not fit, by their numbers."""
+        """Check requests that came before the signature was known; return the errors of those refused, by number."""
         refusals: dict[int, InvalidArgument] = {}
         for request in requests:
             try:
-                self.check(request.description)
+                request.description = self.check(request.description)
             except InvalidArgument as error:
                 refusals[request.number] = error
         return refusals

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from weightd.daemon.requests.rows.terms import next_size
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
-from weightd.protocol.messages.data import TensorSignature, TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
 
 def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
@@ -27,6 +28,19 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             raise InvalidArgument(
                 f"input {tensor.name}: expected shape {expected.form}{_hint(expected.shape)}, got {list(tensor.shape)}"
             )
+
+
+def with_declared_shapes(signature: Mapping[str, TensorSignature], asked: RequestDescription) -> RequestDescription:
+    """Return a request that `check_inputs` has accepted, with the declared shape for each input of one element.
+
+    Engines receive the shape that the model declares: MindSpore Lite does not treat [] and [1] alike.
+    """
+    inputs = tuple(
+        replace(each, shape=shape) if shape is not None and _are_one_element(shape, each.shape) else each
+        for each in asked.inputs
+        for shape in [signature[each.name].shape]
+    )
+    return asked if inputs == asked.inputs else replace(asked, inputs=inputs)
 
 
 def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
@@ -115,15 +129,27 @@ def _listed(sizes: Sequence[int]) -> str:
 def _hint(expected: Sequence[int] | None) -> str:
     if expected is None:
         return ", any sizes from 1"
+    if not expected:
+        return " (one element: a scalar, or any shape in which each size is 1)"
     return " (-1: any size from 1)" if -1 in expected else ""
 
 
 def _fits(expected: Sequence[int] | None, shape: Sequence[int]) -> bool:
     if expected is None:
         return all(shape)
+    if _are_one_element(expected, shape):
+        return True
     return len(shape) == len(expected) and all(
         dim == wanted or (wanted == -1 and dim > 0) for wanted, dim in zip(expected, shape, strict=False)
     )
+
+
+def _are_one_element(expected: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether one of the two shapes is a scalar's, and the other one has exactly one element, too.
+
+    A free dimension does not count as 1: it may be the number of rows, which a scalar does not have.
+    """
+    return not (expected and shape) and all(dim == 1 for dim in (*expected, *shape))
 
 
 def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
