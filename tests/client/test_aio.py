@@ -28,6 +28,7 @@ from weightd.client import (
 from weightd.client.address import parse
 from weightd.client.session import Session
 from weightd.protocol.codec import encode
+from weightd.protocol.messages.control import ReadyResponse
 from weightd.protocol.messages.data import Cancel, Error, Infer
 
 X = np.arange(6, dtype=np.float32)
@@ -71,6 +72,16 @@ def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:
             assert (await client.server()).version == "9.9"
             assert (await client.status()).state == (await client.metrics()).state == "running"
             assert (await client.metadata("m")).platform == "echo"
+
+    run(test())
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_what_ready_returns_is_a_condition(daemon: FakeDaemon, *, ready: bool) -> None:
+    async def test() -> None:
+        daemon.handle = lambda message, _: [encode(ReadyResponse(message.id, ready))]
+        async with AsyncClient(daemon.address) as client:
+            assert bool(await client.ready("m")) is bool(await client.ready()) is ready
 
     run(test())
 

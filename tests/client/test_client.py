@@ -28,6 +28,8 @@ from weightd.client import (
 from weightd.client.address import check, parse
 from weightd.client.core import ClientCore
 from weightd.protocol import limits
+from weightd.protocol.codec import encode
+from weightd.protocol.messages.control import ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
 
@@ -56,6 +58,20 @@ def test_metadata_server_and_status(client: Client) -> None:
     assert client.metadata("m").platform == "echo"
     assert client.server().version == "9.9"
     assert client.status().state == client.metrics().state == "running"
+
+
+def readiness(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
+    """Answer that the model "up" is ready, and nothing else."""
+    ready = isinstance(message, ModelReady) and message.model_name == "up"
+    return [encode(ReadyResponse(message.id, ready, "" if ready else "attaching"))]
+
+
+def test_what_ready_returns_is_a_condition(client: Client, daemon: FakeDaemon) -> None:
+    daemon.handle = readiness
+    assert client.ready("up")
+    assert not client.ready("down")
+    assert not client.ready()
+    assert client.ready("down").reason == "attaching"
 
 
 def test_an_answer_may_be_longer_than_a_request(client: Client, daemon: FakeDaemon) -> None:

@@ -36,12 +36,15 @@ class ModelReady:
 class ReadyResponse:
     """daemon → client: whether a worker of the model, or of each model, has answered within the watchdog's period.
 
-    `reason` says why not; "" where it is ready.
+    `reason` says why not; "" where it is ready. The message itself is true or false as `ready` is.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     ready: bool = field(metadata=boolean())
     reason: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+    def __bool__(self) -> bool:
+        return self.ready
 
 
 @dataclass(frozen=True)
