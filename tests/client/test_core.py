@@ -58,7 +58,7 @@ def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     message = decode(core.infer("m", inputs, 1.5, ["y", "x"])[1], FROM_CLIENT)
     assert isinstance(message, Infer)
     assert message.description.outputs == ("y", "x")
-    with pytest.raises(InvalidArgument, match=r"^outputs: expected names, as in \['y'\], got one text$"):
+    with pytest.raises(InvalidArgument, match=r"^outputs: expected a list of names, got str 'y'$"):
         core.infer("m", inputs, 1.5, "y")
     call, frames = core.status()
     assert decode(frames, FROM_CLIENT) == Status(call.id)

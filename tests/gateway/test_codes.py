@@ -9,8 +9,6 @@ from weightd.gateway.codes import STATUSES, TooLarge, retry_after, status_of, to
 from weightd.protocol.errors import (
     ERRORS,
     Internal,
-    InvalidArgument,
-    LocalProtocolError,
     NotFound,
     RemoteProtocolError,
     ResourceExhausted,
@@ -54,7 +52,6 @@ def test_seconds_to_wait_are_rounded_up() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (LocalProtocolError("the name is too long"), InvalidArgument),
         (RemoteProtocolError("nonsense"), Internal),
         (ClientClosed("closed"), Unavailable),
     ],

@@ -9,8 +9,6 @@ from typing import NamedTuple
 from weightd.client import ClientClosed
 from weightd.protocol.errors import (
     Internal,
-    InvalidArgument,
-    LocalProtocolError,
     RequestError,
     ResourceExhausted,
     Unavailable,
@@ -66,8 +64,6 @@ def told(error: WeightdError) -> RequestError:
     """Return the error that a caller is told: of what the client says to this process, the code that it means."""
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, LocalProtocolError):
-        return InvalidArgument(str(error))
     if isinstance(error, ClientClosed):
         return Unavailable("the gateway stops")
     return Internal(str(error))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightd.client.client import Client
+from weightd.client.copying import NotCopyable
 from weightd.client.model import AsyncModel, Model, PendingOutput
 from weightd.client.pending import Pending
 from weightd.client.retry import Retry
@@ -51,6 +52,7 @@ __all__ = [
     "Internal",
     "InvalidArgument",
     "Model",
+    "NotCopyable",
     "NotFound",
     "Pending",
     "PendingOutput",

@@ -43,6 +43,10 @@ def parse(address: str) -> Address:
     Raises:
         InvalidArgument: it is no address.
     """
+    try:
+        os.fsencode(address)
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"expected an address {FORMS}, got {address!r}") from None
     path = address[len(_UNIX) :] if address.startswith(_UNIX) else ipc_path(address) or address
     if path.startswith("/") and "\0" not in path:
         if address.startswith(_IPC):

@@ -30,11 +30,12 @@ from typing import (
 
 from weightd.client import aioflow, curve, flow
 from weightd.client.connection import Connection, Gone
+from weightd.client.copying import Uncopied
 from weightd.client.core import Call, Question
 from weightd.client.curve import KeyFile
 from weightd.client.inputs import Untyped, typed
 from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
-from weightd.client.retry import Attempts, Retry
+from weightd.client.retry import Attempts, Retry, checked
 from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
@@ -58,14 +59,17 @@ T = TypeVar("T")
 
 
 class WrongLoop(WeightdError):
-    """An AsyncClient is connected in one event loop, and used in another one. Make one for each: they are cheap."""
+    """An AsyncClient is used in another event loop than it is connected in, or in none of asyncio.
+
+    Make one for each loop: they are cheap.
+    """
 
 
 class _Rested(WeightdError):
     """A pause is over."""
 
 
-class AsyncClient:
+class AsyncClient(Uncopied):
     """Asks a weightd daemon for inference, for asyncio.
 
     ::
@@ -86,7 +90,7 @@ class AsyncClient:
         retry: as `Client`.
 
     Raises:
-        InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
+        InvalidArgument: an argument is not what it has to be, or a key cannot be used.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class AsyncClient:
         server_key: Optional[KeyFile] = None,
         retry: Optional[Retry] = None,
     ) -> None:
-        self._retry = retry
+        self._retry = checked(retry)
         self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         self._loop: Optional[asyncio.AbstractEventLoop] = None
@@ -124,9 +128,9 @@ class AsyncClient:
         """Seconds that a call waits unless it says otherwise."""
         return self._session.timeout
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
         """Return a new numpy array of any content, in memory that the daemon's workers see: as `Client.empty`."""
-        return self._core.sharing.arena.empty(tuple(shape), dtype)
+        return self._core.sharing.arena.empty(shape, dtype)
 
     def model(
         self,
@@ -293,7 +297,10 @@ class AsyncClient:
     # The loop reads, all the time; tasks send, and wait in futures: for a call, or in `_waiting` for all other changes.
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        running = asyncio.get_running_loop()
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:
+            raise WrongLoop("an AsyncClient needs an event loop of asyncio that runs; Client needs none") from None
         if self._loop is not running:
             if self._loop is not None and not self._session.connection.closed:
                 raise WrongLoop("this client belongs to the event loop that it is connected in; make one for each loop")

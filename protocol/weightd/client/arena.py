@@ -17,8 +17,11 @@ from typing import Any, Deque, Dict, List, Optional, Tuple, cast
 
 import numpy as np
 
+from weightd.client import arguments
 from weightd.client.space import Space
 from weightd.protocol import limits
+from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import got
 from weightd.shared import memfd
 
 _BYTE = np.dtype(np.uint8)
@@ -141,15 +144,27 @@ class Arena:
         with _forks:
             _arenas.add(self)
 
-    def empty(self, shape: Tuple[int, ...], dtype: Any) -> Any:
-        """Return an array of any content; not of a region, where there is none that has room."""
-        kind: Any = np.dtype(dtype)
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return an array of any content; not of a region, where there is none that has room.
+
+        Raises:
+            InvalidArgument: there is no such shape or dtype, or no array of it.
+        """
+        sizes = arguments.shape("shape", shape)
+        try:
+            kind: Any = np.dtype(dtype)
+        except Exception as error:
+            # numpy also asks the object itself, whose code may raise anything.
+            raise InvalidArgument(f"dtype: expected one of numpy, got {got(dtype)}: {error}") from error
         nbytes: int = kind.itemsize
-        for dim in shape:
+        for dim in sizes:
             nbytes *= dim
         # Only bytes that mean the same to everybody: an object is an address.
         block = self.take(nbytes) if nbytes and kind.kind in "biuf" else None
-        return np.empty(shape, kind) if block is None else block.array(shape, kind)
+        try:
+            return np.empty(sizes, kind) if block is None else block.array(sizes, kind)
+        except (ValueError, OverflowError) as error:
+            raise InvalidArgument(f"shape: expected the shape of an array, got {got(shape)}: {error}") from None
 
     def take(self, nbytes: int, *, touched: bool = False) -> Optional[Block]:
         """Cut so many bytes from a region, a new one if need be.

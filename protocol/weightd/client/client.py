@@ -19,16 +19,18 @@ from typing import (
     Tuple,
     Type,
     TypeVar,
+    Union,
 )
 
 from weightd.client import curve, flow
+from weightd.client.copying import Uncopied
 from weightd.client.core import Question
 from weightd.client.curve import KeyFile
 from weightd.client.exchange import Exchange
 from weightd.client.inputs import Untyped, typed
 from weightd.client.model import DEFAULT_IN_FLIGHT, Model
 from weightd.client.pending import Pending
-from weightd.client.retry import Attempts, Retry
+from weightd.client.retry import Attempts, Retry, checked
 from weightd.client.session import DEFAULT_TIMEOUT_S, Session
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.control import (
@@ -50,12 +52,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Client:
+class Client(Uncopied):
     """Asks a weightd daemon for inference.
 
     It may be used by several threads, which wait beside one another; not by a forked process, where it is a
-    `WrongProcess` error. Use it as a context manager, or `close` it. If the connection is lost, whatever is under way
-    ends at once in `Unavailable`, and the next call connects again.
+    `WrongProcess` error. It cannot be copied or pickled. Use it as a context manager, or `close` it. If the connection
+    is lost, whatever is under way ends at once in `Unavailable`, and the next call connects again.
 
     Args:
         address: where the daemon listens: /PATH, for its unix socket or, where that cannot be used, ZeroMQ;
@@ -69,7 +71,7 @@ class Client:
             what is sent by `submit` or with `out`.
 
     Raises:
-        InvalidArgument: `address` is none, or `timeout` is out of bounds, or a key cannot be used.
+        InvalidArgument: an argument is not what it has to be, or a key cannot be used.
         Unauthenticated: no tenant has this key, or the listener has another.
         PermissionDenied: this user may not connect.
         Unavailable: nobody listens there.
@@ -86,7 +88,7 @@ class Client:
         server_key: Optional[KeyFile] = None,
         retry: Optional[Retry] = None,
     ) -> None:
-        self._retry = retry
+        self._retry = checked(retry)
         self._session = Session(address, timeout, tenant, curve.read(key, server_key))
         self._core = self._session.core
         self._exchange = Exchange(self._session)
@@ -107,13 +109,16 @@ class Client:
         """Seconds that a call waits unless it says otherwise."""
         return self._session.timeout
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+    def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
         """Return a new numpy array of any content, in memory that the daemon's workers see.
 
         An input or an `out` there is not copied on its way. It is an array like any other, and stays one when the
         client is closed; a process that is forked sees what is written to it later.
+
+        Raises:
+            InvalidArgument: there is no such shape or dtype.
         """
-        return self._core.sharing.arena.empty(tuple(shape), dtype)
+        return self._core.sharing.arena.empty(shape, dtype)
 
     def model(
         self,

@@ -16,12 +16,14 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import numpy as np
 
+from weightd.client import arguments
 from weightd.client.inputs import PLAIN, Untyped, typed
 from weightd.client.sharing import LEAST_BYTES, Lease, NamedInput, NamedRoom, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import (
     InvalidArgument,
+    LocalProtocolError,
     RemoteProtocolError,
     RequestError,
     Unavailable,
@@ -46,7 +48,8 @@ from weightd.protocol.messages.journal import Events, EventsResponse, Logs, Logs
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import TO_CLIENT, DaemonMessage
+from weightd.protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
+from weightd.protocol.schema import got, label
 from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
 if TYPE_CHECKING:
@@ -149,9 +152,7 @@ class ClientCore:
     """
 
     def __init__(self, tenant: Optional[str] = None) -> None:
-        if tenant is not None and not (type(tenant) is str and 0 < len(tenant.encode()) <= limits.MAX_NAME_BYTES):
-            raise InvalidArgument(f"tenant: expected its name, got {tenant!r}")
-        self._tenant = tenant
+        self._tenant = None if tenant is None else arguments.name("tenant", tenant)
         # The process is not a secret, only a help to tell clients apart in logs.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
@@ -181,28 +182,25 @@ class ClientCore:
 
         Raises:
             Untyped: `typed` has to make arrays of `inputs` first.
-            InvalidArgument: an array has no datatype on the wire, or is too large for it; `outputs` is one text;
-                `out` has something else than arrays that can be written to; `priority` is no integer of the wire.
-            LocalProtocolError: names or shapes do not fit into a header.
+            InvalidArgument: an argument is not what it has to be; an array has no datatype on the wire, or is too large
+                for it; names or shapes do not fit into a header.
         """
-        if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
-            raise Untyped
-        if outputs is not None and isinstance(outputs, str):
-            raise InvalidArgument(f"outputs: expected names, as in [{outputs!r}], got one text")
-        arrays: Dict[str, Any] = {}
-        for name, value in inputs.items():
-            if value.__class__ is not _ndarray and isinstance(value, PLAIN):
-                raise Untyped
-            try:
-                arrays[name] = to_wire(value)
-            except InvalidArgument as error:
-                raise InvalidArgument(f"input {name}: {error}") from None
+        # A description is found again by these names: they must be equal only to what encodes alike.
+        if type(model) is not str:
+            model = arguments.text("model", model)
+        if outputs is not None:
+            outputs = arguments.names("outputs", outputs)
+        if out is not None:
+            _check_out(out)
+        if priority is not None:
+            _check_priority(priority)
+        arrays = _arrays(inputs)
         description = describe_request(model, arrays, outputs)
         if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
             asked = _parameters(timeout, priority, self._tenant)
-            return self._lending(description, asked, [*arrays.values()], _checked_out(out) if out else {})
+            return self._lending(description, asked, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        return Call(request.id, InferResponse, request), [*encode(request), *map(frame_of, arrays.values())]
+        return Call(request.id, InferResponse, request), [*_encoded(request), *map(frame_of, arrays.values())]
 
     def _lending(
         self, description: RequestDescription, asked: Parameters, arrays: List[Any], out: Mapping[str, Any]
@@ -214,13 +212,14 @@ class ClientCore:
         request = Infer(next(self._ids), description, asked)
         call = Call(request.id, InferResponse, request)
         call.lease = lease
-        return call, [*encode(request), *map(frame_of, lease.in_frames)]
+        return call, [*_encoded(request), *map(frame_of, lease.in_frames)]
 
     def typed(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
         """Return arrays by name, made of `inputs` by what is known of the model.
 
         None where it is to be asked for: that is not known, or does not fit. It may have been asked for long ago.
         """
+        model = arguments.text("model", model)
         known = self._known.get(model)
         if known is None:
             return None
@@ -232,6 +231,7 @@ class ClientCore:
 
     def asking(self, model: str) -> Question:
         """Return the question what a model takes, and its frames: none where it is under way already."""
+        model = arguments.text("model", model)
         call = self._asked.get(model)
         if call is not None and self.is_under_way(call):
             return call, []
@@ -294,46 +294,50 @@ class ClientCore:
     def ready(self, model: str) -> Question:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        return call, encode(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
+        model = arguments.text("model", model)
+        return call, _encoded(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
 
     def model_metadata(self, model: str) -> Question:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return call, encode(ModelMetadata(call.id, model, self._tenant))
+        return call, _encoded(ModelMetadata(call.id, arguments.text("model", model), self._tenant))
 
     def server_metadata(self) -> Question:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return call, encode(ServerMetadata(call.id, self._tenant))
+        return call, _encoded(ServerMetadata(call.id, self._tenant))
 
     def status(self) -> Question:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return call, encode(Status(call.id, self._tenant))
+        return call, _encoded(Status(call.id, self._tenant))
 
     def metrics(self) -> Question:
         """Return a question about what was counted and its frames."""
         call = Call(self._next_id(), MetricsResponse)
-        return call, encode(Metrics(call.id, self._tenant))
+        return call, _encoded(Metrics(call.id, self._tenant))
 
     def events(self, after: int, model: str) -> Question:
         """Return the question what has happened, and its frames."""
         call = Call(self._next_id(), EventsResponse)
-        return call, encode(Events(call.id, after, model))
+        return call, _encoded(Events(call.id, after, arguments.text("model", model)))
 
     def logs(self, model: str, process: str, lines: int) -> Question:
         """Return the question what the processes of a model have said, and its frames."""
         call = Call(self._next_id(), LogsResponse)
-        return call, encode(Logs(call.id, model, process, lines))
+        names = arguments.text("model", model), arguments.text("process", process)
+        return call, _encoded(Logs(call.id, *names, lines))
 
     def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
         """Return a wish for another model or other weights, and its frames.
 
         Raises:
-            LocalProtocolError: a path is too long.
+            InvalidArgument: an argument is not text, or too long.
         """
         call = Call(self._next_id(), UpdateResponse)
-        return call, encode(Update(call.id, model, path, weights, rollback))
+        name = arguments.text("model", model)
+        files = arguments.text("path", path), arguments.text("weights", weights)
+        return call, _encoded(Update(call.id, name, *files, rollback))
 
     def reload(self) -> Question:
         """Return the wish that the configuration file be read again, and its frames."""
@@ -435,10 +439,29 @@ class ClientCore:
             call.fail(error)
 
 
+def _arrays(inputs: Inputs) -> Dict[str, Any]:
+    """Return inputs by name, as the wire wants them.
+
+    Raises:
+        Untyped, InvalidArgument: as `ClientCore.infer`.
+    """
+    if not isinstance(inputs, dict) and not isinstance(inputs, abc.Mapping):
+        raise Untyped
+    arrays: Dict[str, Any] = {}
+    for name, value in inputs.items():
+        if type(name) is not str:
+            name = arguments.text("inputs: name", name)  # noqa: PLW2901 - the same name
+        if value.__class__ is not _ndarray and isinstance(value, PLAIN):
+            raise Untyped
+        try:
+            arrays[name] = to_wire(value)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"input {label(name)}: {error}") from error.__cause__
+    return arrays
+
+
 @functools.lru_cache(maxsize=64)
 def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) -> Parameters:
-    if priority is not None and not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
-        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {priority!r}")
     return Parameters(max(1, int(timeout * 1e6)), priority=priority, tenant=tenant)
 
 
@@ -463,8 +486,27 @@ def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:
     return RemoteProtocolError(wrong, call.id)
 
 
-def _checked_out(out: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, array in {**out}.items():
+def _check_priority(priority: Any) -> None:
+    # Before `_parameters` looks among those that it has made: True equals 1.
+    if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
+        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {got(priority)}")
+
+
+def _check_out(out: Any) -> None:
+    arguments.check_mapping("out", out)
+    for name, array in out.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            raise InvalidArgument(f"out: {name}: expected a numpy array that can be written to")
-    return out
+            found = "one that cannot" if isinstance(array, np.ndarray) else type(array).__name__
+            raise InvalidArgument(f"out: {label(name)}: expected a numpy array that can be written to, got {found}")
+
+
+def _encoded(message: ClientMessage) -> List[Any]:
+    """Return the frames of a message, of which the caller has given parts.
+
+    Raises:
+        InvalidArgument: a part is not what the wire allows.
+    """
+    try:
+        return encode(message)
+    except LocalProtocolError as error:
+        raise InvalidArgument(str(error)) from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from weightd.protocol.errors import InvalidArgument
+from weightd.protocol.schema import got
 from weightd.shared.keys import KeyFileError, read_public, read_secret
 
 KeyFile = Union[str, "os.PathLike[str]"]
@@ -44,6 +45,13 @@ def read(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curv
         missing = "key, the client's secret one" if key is None else "server_key, the listener's public one"
         raise InvalidArgument(f"expected the files of both keys of CURVE, or none: {missing}, is missing")
     try:
-        return Curve(read_public(Path(server_key)), read_secret(Path(key)))
+        return Curve(read_public(_path("server_key", server_key)), read_secret(_path("key", key)))
     except KeyFileError as error:
         raise InvalidArgument(str(error)) from None
+
+
+def _path(name: str, file: Any) -> Path:
+    try:
+        return Path(file)
+    except TypeError:
+        raise InvalidArgument(f"{name}: expected the path of a file, got {got(file)}") from None

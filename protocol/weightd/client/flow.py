@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Deque, Generator, Iterable, Tup
 
 from weightd.client.pending import Pending
 from weightd.protocol.errors import InvalidArgument, WeightdError
+from weightd.protocol.schema import got
 
 if TYPE_CHECKING:
     from weightd.client.inputs import Inputs
@@ -23,7 +24,7 @@ def check(inputs: object, in_flight: Any, kinds: Tuple[type, ...]) -> None:
         InvalidArgument: something is.
     """
     if not (type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT):
-        raise InvalidArgument(f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {in_flight!r}")
+        raise InvalidArgument(f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {got(in_flight)}")
     kind = type(inputs)
     if issubclass(kind, (abc.Mapping, str)) or not issubclass(kind, kinds):
         raise InvalidArgument(f"inputs: expected one after another, as in [array, array], got {kind.__name__}")

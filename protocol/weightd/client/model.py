@@ -19,6 +19,7 @@ from typing import (
     overload,
 )
 
+from weightd.client.copying import Uncopied
 from weightd.client.pending import Pending
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.control import ModelMetadataResponse
@@ -41,7 +42,7 @@ class PendingOutput(Pending):
         return _sole(self._wait())
 
 
-class Model:
+class Model(Uncopied):
     """A model of the daemon, as `Client.model` returns it.
 
     ::
@@ -104,7 +105,7 @@ class Model:
         return self._metadata(timeout=timeout)
 
 
-class AsyncModel:
+class AsyncModel(Uncopied):
     """A model of the daemon, as `AsyncClient.model` returns it: `Model` for asyncio.
 
     Attributes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Callable, Dict
 
+from weightd.client.copying import Uncopied
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Pending:
+class Pending(Uncopied):
     """A request under way. Its answer is fetched with `result`, in any order; without a Pending, it is dropped."""
 
     __slots__ = ("_cancel", "_poll", "_wait")

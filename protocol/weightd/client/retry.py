@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Callable, Optional
 
+from weightd.client import arguments
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.schema import got
 
 # What could not be answered for so long is news for a person, not for a program.
 MAX_ATTEMPTS = 10
@@ -41,11 +43,20 @@ class Retry:
     def __post_init__(self) -> None:
         attempts: Any = self.attempts
         if not (type(attempts) is int and 1 <= attempts <= MAX_ATTEMPTS):
-            raise InvalidArgument(f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {attempts!r}")
-        for name, seconds in (("pause", self.pause), ("max_pause", self.max_pause)):
-            if not 0 < seconds <= MAX_PAUSE_S:
-                expected = f"more than 0 and at most {MAX_PAUSE_S:g} seconds"
-                raise InvalidArgument(f"{name}: expected {expected}, got {seconds!r}")
+            raise InvalidArgument(f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {got(attempts)}")
+        for name in ("pause", "max_pause"):
+            object.__setattr__(self, name, arguments.seconds(name, getattr(self, name), MAX_PAUSE_S))
+
+
+def checked(retry: Any) -> Optional[Retry]:
+    """Return the policy that a client was given, or None.
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    if retry is not None and not isinstance(retry, Retry):
+        raise InvalidArgument(f"retry: expected a Retry or None, got {got(retry)}")
+    return retry
 
 
 class Attempts:

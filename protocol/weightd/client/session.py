@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
-from weightd.client import unix, zeromq
+from weightd.client import arguments, unix, zeromq
 from weightd.client.address import Address, default_address, parse
 from weightd.client.connection import Connection, Making, Nowhere
 from weightd.client.core import Call, ClientCore
@@ -68,12 +68,12 @@ class Session:
     def __init__(
         self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[Curve] = None
     ) -> None:
-        self.address: Address = parse(default_address() if address is None else address)
+        self.address: Address = parse(default_address() if address is None else arguments.text("address", address))
         if curve is not None and not self.address.given.startswith(_TCP):
             raise InvalidArgument(f"expected no keys for {self.address.given}: the kernel tells who connects there")
         self._curve = curve
-        self.timeout = timeout
-        self.patience = self.patience_of(timeout)
+        self.timeout = arguments.seconds("timeout", timeout, _MAX_TIMEOUT_S)
+        self.patience = self.patience_of(self.timeout)
         self.core = ClientCore(tenant)
         self.connection: Connection = Nowhere()
         self.closed = False
@@ -102,10 +102,7 @@ class Session:
         """
         if timeout is None:
             return self.patience
-        if not 0 < timeout <= _MAX_TIMEOUT_S:
-            raise InvalidArgument(
-                f"timeout: expected more than 0 and at most {_MAX_TIMEOUT_S:.0f} seconds, got {timeout}"
-            )
+        timeout = arguments.seconds("timeout", timeout, _MAX_TIMEOUT_S)
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
     def connecting(self) -> Making[Connection]:

@@ -121,6 +121,8 @@ class ZeroMqConnection(Connection):
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             raise InvalidArgument(f"{self.address}: {error.strerror}") from None
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"expected an address that UTF-8 can encode, got {self.address!r}") from None
         while True:
             while not self._has_ended():
                 yield self.descriptors[1]

@@ -72,8 +72,15 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         # Python refuses to write a number of thousands of digits.
         return f"of {value.bit_length()} bits"
-    text = repr(value[:_SHOWN]) if isinstance(value, (str, bytes)) else repr(value)
+    text = repr(value[:_SHOWN]) if isinstance(value, (str, bytes)) else _repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - the object's own code may raise anything
+        return object.__repr__(value)
 
 
 def got(value: object) -> str:

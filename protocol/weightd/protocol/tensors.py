@@ -50,8 +50,11 @@ def to_wire(array: Any) -> Any:
         return array
     try:
         array = np.asarray(array)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidArgument(f"expected an array: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:
+        # The conversion is the object's own code: PyTorch, for example, raises RuntimeError.
+        raise InvalidArgument(f"expected an array: {str(error) or type(error).__name__}") from error
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _DATATYPE:
         names = ", ".join(NUMPY_DTYPE)
