@@ -54,17 +54,18 @@ class Turns:
     Who is alone needs no lock for that: the right is taken in one step, with the name of who has it.
 
     Args:
-        thread: tells which one calls.
+        thread: tells which one calls; by default `threading.get_ident`.
 
     Attributes:
         reader: the thread that has the right, under the one key that there is; empty where none has.
         stuck: how many wait for something else than an answer, and have to know when somebody leaves.
     """
 
-    def __init__(self, thread: Callable[[], int] = threading.get_ident) -> None:
+    def __init__(self, thread: Optional[Callable[[], int]] = None) -> None:
         self.reader: Dict[None, int] = {}
         self.stuck = 0
-        self._thread = thread
+        # Looked up now, and not when this module is imported: gevent and eventlet replace it.
+        self._thread = threading.get_ident if thread is None else thread
         # Held by those who change what follows.
         self._lock = threading.Lock()
         self._waiting: List[Turn] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 from time import monotonic
-from typing import Sequence
+from typing import Any, Sequence
+
+from weightd.client.polling import READ, WRITE, new_poller
 
 
 class Waker:
@@ -17,7 +18,7 @@ class Waker:
         self._lock = threading.RLock()
         self._closed = True
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._alarm = (self._read, int(select.POLLIN))
+        self._alarm = (self._read, READ)
         self._closed = False
 
     def set(self) -> None:
@@ -28,17 +29,14 @@ class Waker:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write, b"\0")
 
-    def poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> select.poll:
+    def poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
         """Return what `sleep` takes: waits until one can be read from or, if so, the first one be written to."""
-        poller = select.poll()
-        for descriptor in descriptors:
-            poller.register(descriptor, select.POLLIN)
+        poller = new_poller((*descriptors, self._read))
         if to_write:
-            poller.modify(descriptors[0], select.POLLIN | select.POLLOUT)
-        poller.register(self._read, select.POLLIN)
+            poller.modify(descriptors[0], READ | WRITE)
         return poller
 
-    def sleep(self, poller: select.poll, deadline: float) -> bool:
+    def sleep(self, poller: Any, deadline: float) -> bool:
         """Wait; return whether that had an end by the deadline."""
         wait = (deadline - monotonic()) * 1000
         # It waits for milliseconds, and not less than it is told. A negative number would be for ever.

@@ -6,8 +6,8 @@ answers that will never come are waited for. Here a socket monitor makes both en
 
 from __future__ import annotations
 
+import math
 import os
-import select
 import threading
 from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, cast
@@ -17,6 +17,7 @@ import zmq
 from weightd.client import address as addresses
 from weightd.client.connection import Connection, Making
 from weightd.client.curve import Curve
+from weightd.client.polling import SelectPoller, new_poller
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd.protocol.framing import Message
@@ -106,8 +107,9 @@ class ZeroMqConnection(Connection):
         # To poll the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
         # readable from the moment that libzmq has something to say on it, until `_has_ended` has looked.
         alarm = self._monitor.FD
-        self._alarm = select.poll()
-        self._alarm.register(alarm, select.POLLIN)
+        self._alarm = new_poller((alarm,))
+        # Of frames that are not copied pyzmq keeps account in a thread, which as a green thread would stop all others.
+        self._copied_below = math.inf if isinstance(self._alarm, SelectPoller) else multipart.ZERO_COPY_BYTES
         self.descriptors = (self._socket.FD, alarm)
 
     def opening(self) -> Making[None]:
@@ -203,7 +205,7 @@ class ZeroMqConnection(Connection):
 
     def _sends(self, frames: List[Any]) -> bool:
         try:
-            multipart.send(self._socket, frames, multipart.NOBLOCK)
+            multipart.send(self._socket, frames, multipart.NOBLOCK, self._copied_below)
         except zmq.Again:
             return False
         return True

@@ -30,16 +30,16 @@ _SNDMORE = int(zmq.SNDMORE)
 _send: Callable[..., object] = zmq.backend.Socket.send
 
 
-def send(socket: Socket, frames: Sequence[Any], flags: int = 0) -> None:
+def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copied_below: float = ZERO_COPY_BYTES) -> None:
     """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
 
-    Large frames are not copied: they are kept alive until they are written, and must not be changed before. Received
-    frames are never copied.
+    Frames of `copied_below` bytes and more are not copied: they are kept alive until they are written, and must not be
+    changed before. Received frames are never copied.
     """
     more = flags | _SNDMORE
     for frame in frames[:-1]:
-        _send(socket, frame, more, len(frame) < ZERO_COPY_BYTES)
-    _send(socket, frames[-1], flags, len(frames[-1]) < ZERO_COPY_BYTES)
+        _send(socket, frame, more, len(frame) < copied_below)
+    _send(socket, frames[-1], flags, len(frames[-1]) < copied_below)
 
 
 def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[Tuple[zmq.MessageTracker, int]]:
