@@ -16,6 +16,7 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import Cases, Rows
+from weightd.shared.rowtest import comparison
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, search
 from weightd.worker.engines.engine import Engine, ModelSignature
@@ -177,6 +178,107 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     assert (2 / 100 <= values.min() < 12 / 100, 200 < values.max() <= 1200) == (True, True)
 
 
+# --- models that do not accept all values ---------------------------------------------------------------------------
+
+WIDE = ModelSignature((TensorSignature("x", "FP32", (-1, 9)),), (Y,))
+
+
+class Table:
+    """An embedding whose indices are floats: what is out of range is refused, or has no answer that is a number."""
+
+    def __init__(self, size: int, error: Optional[Exception] = None) -> None:
+        self._size = size
+        self._error = error
+        self.seen: List[Any] = []
+
+    def __call__(self, x: Any) -> Any:
+        indices = x.astype(int)
+        wrong = (abs(indices) >= self._size).any(axis=1)
+        if wrong.any() and self._error is not None:
+            raise self._error
+        self.seen.extend(map(tuple, x))
+        return np.where(wrong[:, None], np.nan, indices @ np.arange(1, x.shape[1] + 1)[:, None]).astype(np.float32)
+
+
+REFUSALS = [InvalidArgument("idx=82 out of data bounds"), Spoilt("idx=82 out of data bounds"), None]
+
+
+@pytest.mark.parametrize("error", REFUSALS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_rows_of_indices_are_tried_where_scaled_ones_are_refused_or_show_nothing(
+    error: Optional[Exception], exact: bool
+) -> None:
+    table = Table(12, error)
+    engine = fake(table, WIDE)
+    rows = found(engine, known=canary.run(engine, cases.of(WIDE, 1)), exact=exact)
+    if not exact:
+        assert (rows.outputs, rows.equal) == (("y",), False)
+        return
+    assert (rows.outputs, rows.equal, rows.compared, rows.values) == (("y",), True, 8, "indices")
+    # 0 and 1 are indices that each table has; the rows differ all the same.
+    assert {value for row in table.seen[-200:] for value in row} == {0.0, 1.0}
+    assert len(set(table.seen[-200:])) > 100
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i4"])
+def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None:
+    signature = ModelSignature((TensorSignature("x", "FP32" if dtype == "f4" else "INT32", (-1, 9)),), (Y,))
+    table = Table(12, InvalidArgument("idx=82 out of data bounds"))
+    engine = fake(table, signature)
+    sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
+    known = canary.run(engine, ({"x": (1, 9)},), sample)
+    rows = evidence.find(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
+    assert rows == Rows(("x",), ("y",), equal=True, compared=8, values="permuted")
+    assert {tuple(sorted(row)) for row in table.seen} == {tuple(sorted(sample["x"][0]))}
+    assert len(set(table.seen)) > 100
+    # A worker that attaches runs the same rows.
+    table.seen.clear()
+    assert evidence.digest_of(engine, known.cases, 8, (), sample, rows.values)
+    assert len(set(table.seen)) == 8
+
+
+def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_own() -> None:
+    def columns(x: Any) -> Any:
+        if (x >= [3, 100]).any() or (x < 0).any() or (x != x.astype(int)).any():
+            raise InvalidArgument("out of data bounds")
+        return x[:, :1] * 100 + x[:, 1:]
+
+    signature = ModelSignature((TensorSignature("x", "FP32", (-1, 2)),), (Y,))
+    sample = {"x": np.array([[1, 50], [2, 99], [0, 7]], np.float32)}
+    engine = fake(columns, signature)
+    known = canary.run(engine, ({"x": (3, 2)},), sample)
+    rows = evidence.find(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
+    assert rows == Rows(("x",), ("y",), equal=True, compared=8, values="sample")
+
+
+def test_a_difference_between_rows_of_indices_is_found() -> None:
+    table = Table(12, InvalidArgument("out of data bounds"))
+    engine = fake(lambda x: table(x) + (len(x) == 5), WIDE)
+    rows = found(engine, known=canary.run(engine, cases.of(WIDE, 1)))
+    assert not rows.equal
+    assert rows.note.startswith("output y: 5 of 5 rows that were run together differ")
+
+
+ONE_ANSWER: List[Tuple[Function, str]] = [
+    (
+        lambda x: 0 * x[:, :1] + 1,
+        "no difference would show: the model answers all 200 rows of the test alike; set `canary`",
+    ),
+    (lambda x: np.float32("nan") * x, "no difference would show"),
+    (
+        Table(0, InvalidArgument("out of data bounds")),
+        "the model does not run on 1 rows: out of data bounds; set `canary` of the model to an .npz file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "note"), ONE_ANSWER)
+def test_where_no_rows_show_anything_the_note_says_what_to_do(answer: Function, note: str) -> None:
+    rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1)))
+    assert not rows.equal
+    assert rows.note.startswith(note)
+
+
 def test_without_a_test_only_the_form_is_looked_at() -> None:
     engine = fake(nudged)
     rows = found(engine, known=canary.run(engine, cases.of(SIGNATURE, 1)), exact=False)
@@ -207,7 +309,7 @@ def test_it_takes_ten_seconds_at_most(
 
     engine = fake(slow)
     known = canary.run(engine, cases.of(SIGNATURE, 1))
-    monkeypatch.setattr(f"{evidence.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(f"{comparison.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
     rows = found(engine, known=known)
     assert rows.note.startswith(note)
     assert rows.equal == (not note)
@@ -224,7 +326,7 @@ def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPat
 
     engine = fake(slow)
     known = canary.run(engine, cases.of(SIGNATURE, 1))
-    monkeypatch.setattr(f"{evidence.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(f"{comparison.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
     # 8, 7, 5, 3 and 2 rows are run first, then 4, and then there is no time for 6.
     assert found(engine, rows=8, known=known).compared == 5
 
@@ -249,7 +351,7 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     assert (rows.equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
-    assert told == [*tried, "rebuilt"] if isinstance(error, Spoilt) else told == tried
+    assert told == [*tried, "rebuilt", ()] if isinstance(error, Spoilt) else told == tried
     # What an earlier process has died of is not run again.
     again = found(engine, known=known, unfit=({"x": (8, 3)},))
     assert (again.note, again.equal) == ("the process that has built the model died of 8 rows", False)

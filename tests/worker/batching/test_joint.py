@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import RequestDescription
 from weightd.protocol.tensors import describe_request, describe_response, frame_of
-from weightd.worker.batching.bits import NotTogether
+from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker.batching.joint import Joint
 
 X, INDEX = np.zeros((2, 3), np.float32), np.zeros((2, 1), np.int64)

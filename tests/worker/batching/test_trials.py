@@ -10,8 +10,8 @@ import pytest
 from testkit.fakeengine import FakeEngine
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import describe_request, frame_of
+from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker.batching import trials as trials_module
-from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint
 from weightd.worker.batching.trials import Trials
 from weightd.worker.engines.engine import ModelSignature

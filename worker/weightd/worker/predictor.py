@@ -13,8 +13,8 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.findings import Case
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
+from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker import exits
-from weightd.worker.batching.bits import NotTogether
 from weightd.worker.batching.joint import Joint, Share
 from weightd.worker.batching.trials import Trials
 from weightd.worker.canary.proof import Proof

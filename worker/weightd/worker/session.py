@@ -325,7 +325,7 @@ class Session(Life):
         )
         if rows is None or not rows.equal or self._tolerance:
             return rows
-        digest = evidence.digest_of(self._engine, known.cases, order.rows, order.sizes, self._sample)
+        digest = evidence.digest_of(self._engine, known.cases, order.rows, order.sizes, self._sample, rows.values)
         return dataclasses.replace(rows, digest=digest)
 
     def _share(self, known: canary.Canary, before: int) -> Shared:
@@ -419,7 +419,9 @@ class Session(Life):
         if found is None or not found.digest or self._origin.made is not None:
             return False
         try:
-            digest = evidence.digest_of(self._engine, order.canary_cases, order.rows, order.sizes, self._sample)
+            digest = evidence.digest_of(
+                self._engine, order.canary_cases, order.rows, order.sizes, self._sample, found.values
+            )
         except InvalidArgument:
             return True
         self._engine.give_back()

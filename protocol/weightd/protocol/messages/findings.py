@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import boolean, integer, many, mapping, text
+from weightd.protocol.schema import boolean, integer, many, mapping, one_of, text
 from weightd.protocol.values import dataclass
 
 Case = Dict[str, Tuple[int, ...]]
@@ -40,7 +40,8 @@ class Rows:
     reason that `note` gives. `equal`: those of many rows were, bit for bit, those of each alone; else `note` says which
     differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
     predict of many rows, "" where none is to be compared. `compared`: each number of rows up to this one, of the other
-    dimensions that the canary has, is among those that were compared.
+    dimensions that the canary has, is among those that were compared. `values` names the kind of rows that were used
+    (`weightd.shared.rowtest.rows.Kind`), of which the digest is.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
@@ -49,3 +50,4 @@ class Rows:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     digest: str = field(default="", metadata=DIGEST)
     compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+    values: str = field(default="scaled", metadata=one_of(("scaled", "unscaled", "indices", "permuted", "sample")))

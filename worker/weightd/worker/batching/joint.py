@@ -10,7 +10,7 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.tensors import describe_response, from_frame
-from weightd.worker.batching.bits import of_rows
+from weightd.shared.rowtest.bits import of_rows
 from weightd.worker.engines.engine import Arrays
 
 

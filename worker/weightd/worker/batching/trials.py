@@ -11,10 +11,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
 import numpy as np
 
 from weightd.protocol.messages.findings import Case
-from weightd.worker.batching import bits
-from weightd.worker.batching.bits import NotTogether
+from weightd.shared.rowtest import bits
+from weightd.shared.rowtest.bits import NotTogether
+from weightd.shared.rowtest.rows import MOST
 from weightd.worker.batching.joint import Joint
-from weightd.worker.batching.questions import MOST
 from weightd.worker.engines.engine import Arrays, Engine
 
 # One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.

@@ -13,12 +13,8 @@ import numpy as np
 
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import Case, Cases
-from weightd.protocol.tensors import NUMPY_DTYPE
+from weightd.shared.rowtest.rows import made
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-
-_SEED = 20_260_101
-
-_MAX_DRAWN = 1024 * 1024
 
 
 class Canary(NamedTuple):
@@ -105,20 +101,6 @@ def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[i
 def inputs(signature: ModelSignature, case: Case) -> Arrays:
     """Return the inputs of one case."""
     return {each.name: made(each, case[each.name]) for each in signature.inputs}
-
-
-def made(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
-    """Return values for an input, which are the same in each process, and others for other `numbers`."""
-    # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
-    random = np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
-    dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
-    # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
-    count = int(np.prod(shape, dtype=np.int64))
-    drawn = min(count, _MAX_DRAWN)
-    # 0 and 1 are indices that every embedding has.
-    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else random.randint(0, 2, drawn)
-    array = values.astype(dtype)
-    return (array if count == drawn else np.resize(array, count)).reshape(shape)
 
 
 def apart(one: Arrays, other: Arrays) -> float:

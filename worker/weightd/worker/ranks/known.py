@@ -8,8 +8,8 @@ import numpy as np
 
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.findings import Case, Rows
-from weightd.worker.batching.bits import NotTogether, of_rows
-from weightd.worker.batching.questions import has_rows
+from weightd.shared.rowtest.bits import NotTogether, of_rows
+from weightd.shared.rowtest.rows import has_rows
 from weightd.worker.canary import canary, sample
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError

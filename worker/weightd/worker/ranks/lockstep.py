@@ -7,8 +7,8 @@ from typing import Any, Callable, List, Sequence, cast
 from weightd.protocol.errors import InvalidArgument, RequestError
 from weightd.protocol.messages.children import Predict
 from weightd.protocol.messages.ranks import Done
+from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker import exits
-from weightd.worker.batching.bits import NotTogether
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.ranks import RankEngine, Refused
 from weightd.worker.predictor import Asked, Predictor, Told

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, List
+from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from weightd.worker.engines.engine import Arrays
+Arrays = Dict[str, Any]
 
 
 class NotTogether(ValueError):
@@ -39,6 +39,12 @@ def joined(parts: List[Arrays]) -> Arrays:
             if now != form:
                 raise NotTogether(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def variety(parts: Sequence[Arrays]) -> int:
+    """Return how many different answers there are, of those that have a finite number in them."""
+    telling = [each for each in parts if any(np.isfinite(array).any() for array in each.values())]
+    return len({tuple(array.tobytes() for array in each.values()) for each in telling})
 
 
 def difference(together: Arrays, alone: Arrays) -> str:

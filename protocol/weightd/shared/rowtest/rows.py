@@ -1,0 +1,154 @@
+"""Rows on which a model is tested: all different where that can be, and the same in each process."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from weightd.protocol.datatypes import ITEM_BYTES
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.tensors import NUMPY_DTYPE
+from weightd.shared.rowtest.bits import Arrays
+
+# Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
+MOST = 200
+"""Rows that are run together and alone."""
+
+MAX_BYTES = 64 * 1024 * 1024
+"""Of the rows that are kept, unless LEAST take more."""
+
+LEAST = 8
+
+_SEED = 20_260_101
+
+_MAX_DRAWN = 1024 * 1024
+
+# A model that looks at all rows at once, to scale them or to choose among them, shows it where one is larger.
+_MAGNITUDES = (1.0, 100.0, 0.01)
+
+
+class Kind(enum.Enum):
+    """How the values of the rows are made. The first value of a kind that a model accepts is used: see `kinds`."""
+
+    SCALED = "scaled"
+    """Floats between -1 and 1, or a sample's varied by up to a half, times 1, 100 or 0.01; integers are 0 and 1, or
+    the sample's."""
+    UNSCALED = "unscaled"
+    """Without a sample: the same without the factors."""
+    INDICES = "indices"
+    """Without a sample: floats are 0 and 1, too, for they may be indices."""
+    PERMUTED = "permuted"
+    """The rows of a sample as they are; then the same values of each row at other positions of that row."""
+    SAMPLE = "sample"
+    """The rows of a sample as they are, again and again."""
+
+
+def kinds(*, has_sample: bool) -> Tuple[Kind, ...]:
+    """Return the kinds of rows to try, the one that shows most first."""
+    if has_sample:
+        return Kind.SCALED, Kind.PERMUTED, Kind.SAMPLE
+    return Kind.SCALED, Kind.UNSCALED, Kind.INDICES
+
+
+def has_rows(tensor: TensorSignature) -> bool:
+    """Return whether the first dimension of an input may count rows."""
+    return tensor.shape is not None and tensor.shape[:1] == (-1,)
+
+
+def made(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
+    """Return values for an input, which are the same in each process, and others for other `numbers`."""
+    random = _generator(tensor, *numbers)
+    dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
+    # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
+    count = int(np.prod(shape, dtype=np.int64))
+    drawn = min(count, _MAX_DRAWN)
+    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _indices(random, drawn)
+    array = values.astype(dtype)
+    return (array if count == drawn else np.resize(array, count)).reshape(shape)
+
+
+class TestRows:
+    """Rows of the inputs of a model that have some; of each other input the same values go with all rows.
+
+    Args:
+        inputs: of the model.
+        shapes: of the inputs, by name, with which it runs.
+        sample: arrays of such shapes, if there is a sample: rows are like those of it.
+        kind: how the values are made.
+        most: how many are needed.
+
+    Attributes:
+        row_bytes: what one row of all inputs that have some takes.
+        count: how many rows there are.
+    """
+
+    # Pytest takes a class of this name for tests.
+    __test__ = False
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSignature],
+        shapes: Mapping[str, Tuple[int, ...]],
+        sample: Optional[Arrays] = None,
+        kind: Kind = Kind.SCALED,
+        *,
+        most: int = MOST,
+    ) -> None:
+        with_rows = [each for each in inputs if has_rows(each)]
+        dims = {each.name: tuple(shapes[each.name][1:]) for each in with_rows}
+        self.row_bytes = row_bytes(inputs, shapes)
+        self.count = min(most, MOST, max(LEAST, MAX_BYTES // max(self.row_bytes, 1)))
+        self._whole: Arrays = {}
+        for each in inputs:
+            if not has_rows(each):
+                given = None if sample is None else sample[each.name]
+                self._whole[each.name] = made(each, tuple(shapes[each.name])) if given is None else given
+        self._rows: Arrays = {}
+        for each in with_rows:
+            given = None if sample is None or not len(sample[each.name]) else sample[each.name]
+            rows = np.stack([_row(each, dims[each.name], given, kind, index) for index in range(self.count)])
+            if kind is Kind.SCALED and rows.dtype.kind == "f":
+                magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
+                rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
+            self._rows[each.name] = rows
+
+    def of(self, indices: Sequence[int]) -> Arrays:
+        """Return inputs of these rows, in this order."""
+        return {**self._whole, **{name: rows[indices] for name, rows in self._rows.items()}}
+
+
+def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int, ...]]) -> int:
+    """Return what one row of all inputs that have some takes."""
+    return sum(
+        ITEM_BYTES[each.datatype] * int(np.prod(shapes[each.name][1:], dtype=np.int64))
+        for each in inputs
+        if has_rows(each)
+    )
+
+
+def _row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: Kind, index: int) -> Any:
+    """Return one row of an input."""
+    values = made(tensor, dims, 1 + index)
+    if sample is None:
+        if kind is not Kind.INDICES or values.dtype.kind != "f":
+            return values
+        count = min(values.size, _MAX_DRAWN)
+        return np.resize(_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size).reshape(dims)
+    row = sample[index % len(sample)]
+    if kind is Kind.SCALED:
+        return (row * (1 + values / 2)).astype(row.dtype) if row.dtype.kind == "f" else row
+    if kind is Kind.PERMUTED and index >= len(sample):
+        return _generator(tensor, 1 + index).permutation(row.reshape(-1)).reshape(row.shape)
+    return row
+
+
+def _generator(tensor: TensorSignature, *numbers: int) -> Any:
+    # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
+    return np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
+
+
+def _indices(random: Any, count: int) -> Any:
+    """0 and 1 are indices that every embedding has."""
+    return random.randint(0, 2, count)
