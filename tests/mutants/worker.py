@@ -128,7 +128,7 @@ MUTANTS = [
         ("        if case in self._unfit:", "        if False:"),
         ("    if subject.sizes:\n", "    if False:\n"),
         (" >= self._began + MOST_S:\n                if turn", " < 0:\n                if turn"),
-        ("            self._rebuild()\n", ""),
+        ("            self.end()\n            self._rebuild()\n", "            self.end()\n"),
     ),
     *mutants("batching", "worker/test_session.py -k 'found_of_rows'",
         ("        return digest != found.digest", "        return False"),

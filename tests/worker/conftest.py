@@ -32,7 +32,7 @@ SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 CONVERTED = (
     *("relu", "wide", "convolution", "threes", "fives", "single", "positive", "scalar"),
     *("two_inputs", "two_batches", "integers", "fixed", "centred", "log"),
-    *("lstm", "image"),
+    *("embedding", "lstm", "image"),
 )
 """The models of the zoo that are asked of MindSpore Lite."""
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"

@@ -156,7 +156,7 @@ MODELS = {
     ),
 }
 SHARED = (
-    *(models.two_inputs, models.two_batches, models.integers, models.fixed),
+    *(models.two_inputs, models.two_batches, models.integers, models.embedding, models.fixed),
     *(models.with_external_data, models.random_output),
 )
 

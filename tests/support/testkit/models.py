@@ -179,6 +179,16 @@ def integers(path: Path, seed: int = 0) -> Path:
     return save(path, nodes, [ids], [fp32("vectors", "N", 3, 4)], [table])
 
 
+def embedding(path: Path, seed: int = 0) -> Path:
+    """An embedding of 12 words, the indices of which are floats: "x" FP32 [N, 9] -> "y" FP32 [N, 9, 8]."""
+    table = _weight("table", _he(np.random.default_rng(seed), 12, 8))
+    nodes = [
+        helper.make_node("Cast", ["x"], ["ids"], to=TensorProto.INT32),
+        helper.make_node("Gather", ["table", "ids"], ["y"], axis=0),
+    ]
+    return save(path, nodes, [fp32("x", "N", 9)], [fp32("y", "N", 9, 8)], [table])
+
+
 def fixed(path: Path, seed: int = 0) -> Path:
     """No free dimension: "x" FP32 [2, 3] @ W FP32 [3, 5] -> "y" FP32 [2, 5]."""
     weight = _weight("w", _he(np.random.default_rng(seed), 3, 5))
