@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, List, Optional, Sequence, Tuple
 
@@ -20,7 +21,7 @@ from weightd.ctl.advise.rule import Advice, Size, Verdict
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ModelMetadata, ModelMetadataResponse, ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.status import Status
+from weightd.protocol.messages.status import GenerationStatus, ModelStatus, Status, StatusResponse
 from weightd.protocol.messages.types import ClientMessage
 
 from ..conftest import Ctl, counted, fails
@@ -123,6 +124,33 @@ def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Hand
     ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
     assert ran.status == exits.OK
     assert words in ran.out
+
+
+def gains(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+    """It takes the same time for any number of rows, and a row of three has another answer."""
+    infer, x = received(message, tensors)
+    time.sleep(0.004)
+    return answers(infer, x + (len(x) == 3))
+
+
+GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), rows="none share a predict", max_rows=1)
+
+
+def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemon) -> None:
+    def status(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
+        if isinstance(message, Status):
+            model = ModelStatus("m", "fake", "/m", "serving", 0, 0, 0, (GENERATION,))
+            return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (model,)))]
+        return serves(gains, [X])(message, tensors)
+
+    for handle, words in (
+        (serves(gains, [X]), "Do not merge: the daemon does not do it with exact answers: output y: 3 of 3 rows"),
+        (status, "Do not merge: the daemon does not do it with exact answers: none share a predict"),
+    ):
+        daemon.handle = handle
+        ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
+        assert ran.status == exits.OK
+        assert words in " ".join(ran.out.split())
 
 
 def test_what_the_daemon_cuts_is_no_single_execution(ctl: Ctl, daemon: FakeDaemon) -> None:
@@ -250,5 +278,7 @@ def test_the_table() -> None:
 
 
 def test_the_configuration() -> None:
+    with_sample = configuration("m", Advice(Verdict.MERGE, 4, (), "", "/a b.npz"))
+    assert with_sample == '[models.m]\ncanary = "/a b.npz"\n\n[models.m.batching]\nmax_rows = 4'
     assert configuration("a.b", Advice(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'
     assert configuration("m", Advice(Verdict.NO, 1, (), "")) == ""

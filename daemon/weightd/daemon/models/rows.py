@@ -29,6 +29,12 @@ def terms(config: ModelConfig, generation: Life) -> RowTerms:
     )
 
 
+def max_rows(config: ModelConfig, generation: Life) -> int:
+    """Return how many rows of several requests share a predict; 0 where this is not configured, or not known yet."""
+    found = None if generation.built is None else generation.built.rows
+    return 0 if found is None or config.batching.max_rows == 1 else terms(config, generation).max_rows
+
+
 def told(config: ModelConfig, generation: Life) -> str:
     """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
     found = None if generation.built is None else generation.built.rows

@@ -186,6 +186,7 @@ def _generation(
         rows=clip(rows.told(model.config, generation)),
         done=share.done,
         left_s=share.left_s,
+        max_rows=rows.max_rows(model.config, generation),
     )
 
 

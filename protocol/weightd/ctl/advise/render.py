@@ -24,7 +24,8 @@ def configuration(model: str, advice: Advice) -> str:
     if advice.verdict is Verdict.NO:
         return ""
     name = model if re.match(r"[A-Za-z0-9_-]+\Z", model) else json.dumps(model)
-    lines = [f"[models.{name}.batching]", f"max_rows = {advice.max_rows}"]
+    lines = [f"[models.{name}]", f"canary = {json.dumps(advice.sample)}", ""] if advice.sample else []
+    lines += [f"[models.{name}.batching]", f"max_rows = {advice.max_rows}"]
     lines += [f"sizes = {list(advice.sizes)}"] if advice.sizes else []
     lines += ["exact = false"] if advice.verdict is Verdict.INEXACT else []
     return "\n".join(lines)

@@ -12,6 +12,8 @@ In this order:
    they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
    that on average; so the gain must be 2 n / (n + 1) at least.
 5. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
+   It is advised only if the daemon would do it: the test that the daemon makes when it loads the model (`trial`) has to
+   find no difference, either; and where batching is configured already, the daemon must not have refused it.
 6. If there is none, the same for those up to which rows differ by no more than rounding: with exact = false.
 """
 
@@ -76,12 +78,19 @@ class Advice(NamedTuple):
         max_rows: up to how many rows; 1: not at all.
         sizes: the only ones that the model takes up to there; none if it takes each.
         reason: in a sentence or two.
+        sample: the file whose rows the daemon needs for its test; "" if it needs none.
     """
 
     verdict: Verdict
     max_rows: int
     sizes: Tuple[int, ...]
     reason: str
+    sample: str = ""
+
+
+def refused(note: str) -> Advice:
+    """Return what is advised where the daemon does not batch requests, for the reason that `note` gives."""
+    return Advice(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
 
 
 def is_too_quick(one: Size) -> bool:

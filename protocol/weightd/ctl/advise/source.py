@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from weightd.ctl import arrays
-from weightd.ctl.measuring import samples
 from weightd.ctl.measuring.samples import Arrays
 from weightd.ctl.measuring.shapes import told
 from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
 from weightd.protocol.tensors import NUMPY_DTYPE
-
-# By which floats of the rows differ, in turn: what a model computes over all of its rows shows.
-MAGNITUDES = (1.0, 100.0, 0.01)
+from weightd.shared.rowtest.rows import Kind, TestRows
 
 
 class MadeUp:
-    """Rows that are all different.
+    """Rows that are all different: those on which the daemon tests the model.
 
     Args:
         specs: the inputs of a request, however many rows it has.
+        kind: of the rows.
 
     Attributes:
         different: how many different rows there are; None: no end of them.
+        sample: None: the values come from no file.
+        shapes: of the inputs, by name, with one row.
     """
 
     different: Optional[int] = None
+    sample: Optional[Arrays] = None
 
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self._specs = specs
+    def __init__(self, specs: Sequence[TensorSpec], kind: Kind = Kind.SCALED) -> None:
+        self.shapes: Dict[str, Tuple[int, ...]] = {each.name: (1, *each.shape[1:]) for each in specs}
+        self._inputs = [TensorSignature(each.name, each.datatype, (-1, *each.shape[1:])) for each in specs]
+        self.kind = kind
 
     def block(self, number: int, rows: int) -> Arrays:
         """Return the rows of a block of so many."""
-        specs = [TensorSpec(each.name, each.datatype, (rows, *each.shape[1:])) for each in self._specs]
-        return {name: _scaled(array) for name, array in samples.make(specs, number).items()}
+        made = TestRows(self._inputs, self.shapes, kind=self.kind, most=rows, first=number * rows)
+        return made.of([row % made.count for row in range(rows)])
 
 
 class FromFile:
@@ -49,6 +52,8 @@ class FromFile:
 
     Attributes:
         different: how many rows there are.
+        sample: the arrays, by name.
+        shapes: of the inputs, by name, with one row.
 
     Raises:
         BadInput: the file cannot be read, or holds something else than the model takes.
@@ -56,25 +61,19 @@ class FromFile:
 
     def __init__(self, path: str, inputs: Sequence[TensorSignature]) -> None:
         with arrays.opened(path) as file:
-            self._arrays = arrays.load_several(path, file)
-        lengths = {_checked(path, self._arrays, each) for each in inputs}
+            self.sample: Arrays = arrays.load_several(path, file)
+        lengths = {_checked(path, self.sample, each) for each in inputs}
         if len(lengths) != 1 or not min(lengths):
             raise BadInput(f"{path}: expected as many rows of each input, at least 1, got {sorted(lengths)}")
         self._length = lengths.pop()
         self.different: Optional[int] = self._length
         self._names = [each.name for each in inputs]
+        self.shapes: Dict[str, Tuple[int, ...]] = {name: (1, *self.sample[name].shape[1:]) for name in self._names}
 
     def block(self, number: int, rows: int) -> Arrays:
         """Return the rows of a block of so many."""
         places = np.arange(number * rows, (number + 1) * rows) % self._length
-        return {name: np.ascontiguousarray(self._arrays[name][places]) for name in self._names}
-
-
-def _scaled(array: Any) -> Any:
-    if array.dtype.kind != "f":
-        return array
-    factors: List[float] = [MAGNITUDES[row % len(MAGNITUDES)] for row in range(len(array))]
-    return array * np.asarray(factors, array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+        return {name: np.ascontiguousarray(self.sample[name][places]) for name in self._names}
 
 
 def _checked(path: str, found: Mapping[str, Any], signature: TensorSignature) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import List, Union
+import os
+from typing import List, Sequence, Union
 
 from weightd.ctl import exits
 from weightd.ctl.advise import render, rule
 from weightd.ctl.advise.measure import Measuring, Plan
 from weightd.ctl.advise.source import FromFile, MadeUp
+from weightd.ctl.advise.trial import Trial, Verified, refused_by_daemon
 from weightd.ctl.measuring import shapes, subject
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Ended, Verb
@@ -35,13 +37,18 @@ from the answer to the same row alone; lines below name the outputs, and by how 
 equal is tested, not proved, for it hangs on values too. At 1 row the same row was asked for twice.
 
 Rows are made up: floats around 0, of which each third row is 100 times as large and each third a
-hundredth; integers 0 or 1, for they may be indices; --inputs gives others. Dimensions behind the
-first are those that the model is known to run on, those of its self-test, unless --shape says
-otherwise; where none are known, free ones are 1.
+hundredth; integers 0 or 1, for they may be indices; floats 0 or 1, too, where the model refuses
+others; --inputs gives others. Dimensions behind the first are those that the model is known to
+run on, those of its self-test, unless --shape says otherwise; where none are known, free ones
+are 1.
 
 Advised is the smallest number of rows with {rule.ENOUGH_OF_BEST:.0%} of the best gain, among those at which requests
 that wait are answered sooner together than one after another; and nothing, where {rule.AT_ROWS} rows bring less
-than {rule.LEAST_GAIN} times the rows/s. Where rows differ, but by less than {rule.ROUNDING:.0%} of their largest value,
+than {rule.LEAST_GAIN} times the rows/s. Then advise makes the test that
+the daemon makes when it loads the model, for up to 10 s: what the daemon would refuse is not
+advised. Where that needs the rows of --inputs, the advice names the file (canary).
+
+Where rows differ, but by less than {rule.ROUNDING:.0%} of their largest value,
 merging takes exact = false. Where they differ by more, the model makes one answer of all its rows,
 and must not be merged.
 
@@ -110,19 +117,41 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     sizes = sorted({1, *options.rows})
     with subject.ready(connect, name) as model:
         source = _source(options, model, sizes[-1])
+        trial = Trial(model.client, name, model.inputs)
         measuring = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
         status = exits.OK
+        verified = Verified("its test was not made, for this was ended before")
         try:
             with model.asking():
+                if isinstance(source, MadeUp):
+                    source.kind = trial.kind(source, sizes[-1])
                 measuring.run(lambda done, all_: model.say(f"{done:,} rows of {max(done, all_):,}"))
+                verified = _verified(model, trial, source, measuring.sizes)
         except KeyboardInterrupt:
             status = exits.INTERRUPTED
     measured = measuring.sizes
     if measured[0].answers:
         advice = rule.advise(measured)
+        if advice.verdict is rule.Verdict.MERGE:
+            needed = os.path.abspath(options.inputs) if verified.needs_sample else ""  # noqa: PTH100 - follows no link
+            advice = rule.refused(verified.note) if verified.note else advice._replace(sample=needed)
         show = render.as_json(name, measured, advice)
         print(json.dumps(show) if options.json else render.render(name, measured, advice, source.different))
     return status
+
+
+def _verified(
+    model: subject.Subject, trial: Trial, source: Union[MadeUp, FromFile], measured: Sequence[rule.Size]
+) -> Verified:
+    """Return what the daemon's own test shows of what is advised: it is made if this is to merge."""
+    advice = rule.advise(measured)
+    if advice.verdict is not rule.Verdict.MERGE:
+        return Verified("")
+    note = refused_by_daemon(model.client.status(), model.name)
+    if note:
+        return Verified(note)
+    model.say("makes the test that the daemon makes when it loads the model")
+    return trial.verify(source, advice.max_rows, advice.sizes)
 
 
 def _source(options: argparse.Namespace, model: subject.Subject, rows: int) -> Union[MadeUp, FromFile]:

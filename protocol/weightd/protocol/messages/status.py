@@ -69,9 +69,11 @@ class GenerationStatus:
     `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
     if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
     model: why nothing is shared. `canary` is what its known answer is an answer to, or why it has none. `rows` is what
-    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing. While it
-    loads, `done` is the share of that which is over and `left_s` how many seconds it still takes, as far as both are
-    known: from the bytes that were copied, and from how long it took the last time.
+    is done with the rows of requests, and why not more; it is empty where the configuration asks for nothing.
+    `max_rows` is how many rows of several requests share an execution at most: 0 where the configuration does not ask
+    for it, 1 where it does, and `rows` says why none do. While it loads, `done` is the share of that which is over and
+    `left_s` how many seconds it still takes, as far as both are known: from the bytes that were copied, and from how
+    long it took the last time.
     """
 
     number: int = field(metadata=_COUNT)
@@ -88,6 +90,7 @@ class GenerationStatus:
     rows: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     done: Optional[float] = field(default=None, metadata=_SHARE)
     left_s: Optional[float] = field(default=None, metadata=_SECONDS)
+    max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy as np
 from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest import bits
 from weightd.shared.rowtest.bits import Arrays, NotTogether
-from weightd.shared.rowtest.rows import LEAST, MAX_BYTES, Kind, TestRows, kinds, row_bytes
+from weightd.shared.rowtest.rows import LEAST, MAX_BYTES, Kind, TestRows, has_rows, kinds, row_bytes
 
 MOST_S = 10.0
 """How long it may take, beside the predict that is under way then."""
@@ -104,6 +104,24 @@ class _ValuesUnfit(Exception):
     def __init__(self, text: str, variety: int = -1) -> None:
         super().__init__(text)
         self.variety = variety
+
+
+def with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
+    """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to.
+
+    Raises:
+        NotTogether: requests of the model cannot be batched.
+    """
+    if not inputs:
+        raise NotTogether("the model has no inputs")
+    names = tuple(each.name for each in inputs if has_rows(each))
+    for each in inputs:
+        if each.shape is None:
+            raise NotTogether(f"input {each.name} has no rows: it may be of any rank")
+        if not has_rows(each) and (sizes or not names):
+            form = each.form
+            raise NotTogether(f"input {each.name} has no rows: its shape is {form}, whose first dimension is not free")
+    return names
 
 
 def compare(

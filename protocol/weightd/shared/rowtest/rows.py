@@ -78,6 +78,7 @@ class TestRows:
         sample: arrays of such shapes, if there is a sample: rows are like those of it.
         kind: how the values are made.
         most: how many are needed.
+        first: the number of the first one, of all that there are.
 
     Attributes:
         row_bytes: what one row of all inputs that have some takes.
@@ -95,6 +96,7 @@ class TestRows:
         kind: Kind = Kind.SCALED,
         *,
         most: int = MOST,
+        first: int = 0,
     ) -> None:
         with_rows = [each for each in inputs if has_rows(each)]
         dims = {each.name: tuple(shapes[each.name][1:]) for each in with_rows}
@@ -108,7 +110,7 @@ class TestRows:
         self._rows: Arrays = {}
         for each in with_rows:
             given = None if sample is None or not len(sample[each.name]) else sample[each.name]
-            rows = np.stack([_row(each, dims[each.name], given, kind, index) for index in range(self.count)])
+            rows = np.stack([_row(each, dims[each.name], given, kind, first + index) for index in range(self.count)])
             if kind is Kind.SCALED and rows.dtype.kind == "f":
                 magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
                 rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))

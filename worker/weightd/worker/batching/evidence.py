@@ -5,7 +5,7 @@ The test itself is `weightd.shared.rowtest`, for `weightctl advise` runs the sam
 
 from __future__ import annotations
 
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence
 
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
@@ -14,10 +14,10 @@ from weightd.protocol.messages.findings import Case, Cases, Rows
 from weightd.shared.rowtest import comparison
 from weightd.shared.rowtest.bits import NotTogether
 from weightd.shared.rowtest.comparison import Subject
-from weightd.shared.rowtest.rows import Kind, has_rows
+from weightd.shared.rowtest.rows import Kind
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
-from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
+from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import BuildError, Spoilt
 
 
@@ -46,7 +46,9 @@ def find(
     if order.rows == 1:
         return None
     try:
-        inputs = _inputs(engine.signature, known, order.sizes)
+        inputs = comparison.with_rows(engine.signature.inputs, order.sizes)
+        if not known.cases:
+            raise NotTogether(f"there is no canary, by which rows are looked at: {known.note}")
     except NotTogether as error:
         return Rows((), (), equal=False, note=clip(str(error)))
     tries = _Tries(engine, order, inputs, known.cases, rebuild, tell)
@@ -144,20 +146,3 @@ class _Tries:
         """Tell that nothing is tried any more."""
         self._told.clear()
         self._tell(())
-
-
-def _inputs(signature: ModelSignature, known: Canary, sizes: Sequence[int]) -> Tuple[str, ...]:
-    """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to."""
-    if not signature.inputs:
-        raise NotTogether("the model has no inputs")
-    names = tuple(each.name for each in signature.inputs if has_rows(each))
-    for each in signature.inputs:
-        if each.shape is None:
-            raise NotTogether(f"input {each.name} has no rows: it may be of any rank")
-        if not has_rows(each) and (sizes or not names):
-            raise NotTogether(
-                f"input {each.name} has no rows: its shape is {each.form}, whose first dimension is not free"
-            )
-    if not known.cases:
-        raise NotTogether(f"there is no canary, by which rows are looked at: {known.note}")
-    return names

@@ -1,0 +1,81 @@
+"""The test that the daemon makes of a model when it loads it, made by requests: what it would refuse is not advised."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
+
+from weightd.client.client import Client
+from weightd.ctl.advise.source import FromFile, MadeUp
+from weightd.protocol.errors import Internal, InvalidArgument
+from weightd.protocol.messages.data import TensorSignature
+from weightd.protocol.messages.status import StatusResponse
+from weightd.shared.rowtest import comparison
+from weightd.shared.rowtest.bits import Arrays, NotTogether
+from weightd.shared.rowtest.comparison import Subject
+from weightd.shared.rowtest.rows import Kind
+
+
+class Verified(NamedTuple):
+    """What the test has shown.
+
+    Attributes:
+        note: why the daemon would not batch requests; "" if it would.
+        needs_sample: the daemon needs the rows of the file for that (key `canary`).
+    """
+
+    note: str
+    needs_sample: bool = False
+
+
+class Trial:
+    """Tests a model as the daemon does.
+
+    Args:
+        client: asks.
+        model: its name.
+        inputs: of the model.
+    """
+
+    def __init__(self, client: Client, model: str, inputs: Sequence[TensorSignature]) -> None:
+        self._client = client
+        self._model = model
+        self._inputs = inputs
+
+    def kind(self, source: MadeUp, rows: int) -> Kind:
+        """Return the kind of made-up rows that the model accepts, in requests of up to so many rows."""
+        return comparison.compare(self._subject(source, None, rows, ()), exact=False).kind
+
+    def verify(self, source: Union[MadeUp, FromFile], rows: int, sizes: Tuple[int, ...]) -> Verified:
+        """Test the model with made-up rows, as the daemon does; if they do not do, with those of the file.
+
+        Args:
+            source: of the rows that were measured.
+            rows: the largest number of rows that is to be in one execution.
+            sizes: the only numbers of rows that the model takes; none: any.
+        """
+        try:
+            comparison.with_rows(self._inputs, sizes)
+        except NotTogether as error:
+            return Verified(str(error))
+        note = comparison.compare(self._subject(source, None, rows, sizes), exact=True).note
+        if note and source.sample is not None:
+            return Verified(
+                comparison.compare(self._subject(source, source.sample, rows, sizes), exact=True).note, True
+            )
+        return Verified(note)
+
+    def _subject(
+        self, source: Union[MadeUp, FromFile], sample: Optional[Arrays], rows: int, sizes: Tuple[int, ...]
+    ) -> Subject:
+        return Subject(self._infer, self._inputs, source.shapes, rows, sizes, sample, (InvalidArgument, Internal))
+
+    def _infer(self, inputs: Arrays) -> Any:
+        return self._client.infer(self._model, inputs)
+
+
+def refused_by_daemon(status: StatusResponse, model: str) -> str:
+    """Return why the daemon, which is configured to batch requests of a model, does not; "" if it does, or is not."""
+    for each in status.models:
+        if each.name == model:
+            return next((generation.rows for generation in each.generations if generation.max_rows == 1), "")
+    return ""
