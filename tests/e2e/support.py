@@ -51,6 +51,7 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
     "two_inputs": models.two_inputs,
     "two_batches": models.two_batches,
     "integers": models.integers,
+    "embedding": models.embedding,
     "fixed": models.fixed,
     "lengths": models.lengths,
 }

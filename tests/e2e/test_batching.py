@@ -63,6 +63,27 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             assert status.generations[0].rows == "requests share a predict of up to 16 rows, tested bit-equal"
 
 
+def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
+    path = zoo.path("embedding", engine)
+    random = np.random.default_rng(12)
+    rows = [{"x": random.integers(0, 12, (1 + at % 3, 9)).astype(np.float32)} for at in range(8)]
+    np.savez(tmp_path / "sample.npz", x=rows[0]["x"])
+    asked = bare.questions(path, rows)
+    tables = {"made_up": {"path": path, **BATCHING}, "sampled": {"path": path, **BATCHING}}
+    tables["sampled"]["canary"] = tmp_path / "sample.npz"
+    with Service(tables) as service:
+        service.ready()
+        with service.client() as client:
+            for name in tables:
+                ask_all(client, name, [asked[at % len(asked)] for at in range(IN_FLIGHT)])
+        for name in tables:
+            status = model_status(service, name)
+            assert status.generations[0].rows == "requests share a predict of up to 16 rows, tested bit-equal"
+            assert status.generations[0].max_rows == 16
+            assert status.executions
+            assert status.executions.count < status.served == IN_FLIGHT
+
+
 @ONE_ENGINE
 def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questions: list[Question]) -> None:
     with Service({"mlp": {"path": mlp, "workers": 2, "batching": {"max_rows": 64}}}) as service:
