@@ -51,6 +51,20 @@ def test_mindspore_lite_takes_no_more_memory_than_as_many_plain_processes(
     compare(size, engine, tmp_path)
 
 
+SELF_TEST_BYTES = 128 * 2**20  # twice 4096 rows of 16 KiB, where all activations are there at once
+
+
+@pytest.mark.engines("onnxruntime")
+def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready(engine: str, tmp_path: Path) -> None:
+    path = models.thick(tmp_path / "model.onnx")
+    with Service({"m": {"path": path, "workers": 1}}) as service:
+        service.ready()
+        [status] = service.status().models
+        used = {each.role: memory.pss_anonymous(each.pid) for each in status.generations[0].processes}
+    assert used
+    assert max(used.values()) < SELF_TEST_BYTES // 2
+
+
 def compare(size: str, engine: str, tmp_path: Path) -> None:
     case = CASES[size]
     path = case.write(tmp_path / "model.onnx")

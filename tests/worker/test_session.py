@@ -95,6 +95,9 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
             done.append("give back")
             self._give_back()
 
+        def trim(self) -> None:
+            pass
+
     monkeypatch.setattr(session_module, "Heap", Told)
     return done
 
@@ -170,7 +173,7 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     assert status == exits.OK
     predicts = ["predict"] * 2  # sizes 1 and 2
     export = ["give back", "export /s/store"]
-    assert engine.done == ["build /m/model 11,12", *predicts, *predicts, *export, *predicts, "give back"]
+    assert engine.done == ["build /m/model 11,12", *predicts, *predicts, *export, *predicts, "give back", "discard"]
     built = only(Built, socket)
     assert (built.handle, built.shared_bytes, built.note, built.device) == ("7", 1000, "half of it", CARD)
     assert built.inputs == SIGNATURE.inputs
@@ -182,7 +185,8 @@ def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
     engine = fake()
     status, socket = play(engine, ATTACH, STOP)
     assert status == exits.OK
-    assert engine.done == ["build /m/model  7", *["predict"] * 2, "give back", "attach 7", *["predict"] * 2]
+    predicts = ["predict"] * 2
+    assert engine.done == ["build /m/model  7", *predicts, "give back", "attach 7", *predicts, "give back"]
     digest = canary.run(engine, CASES).digest
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
@@ -212,7 +216,7 @@ def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_pro
     assert status == exits.OK
     assert only(Built, socket).canary_cases == CASES[:1]
     build, export = "build /m/model 11,12", "export /s/store"
-    assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back"]
+    assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back", "discard"]
 
 
 def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
@@ -412,7 +416,7 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
     _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
     hello = only(Hello, socket)
     assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
-    assert engine.done == ["predict"] * 3
+    assert engine.done == ["predict", "predict", "give back", "predict"]
     assert only(Attached, socket) == Attached(canary.run(engine, CASES).digest, 1234, "", CARD)
 
 
@@ -694,12 +698,12 @@ def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_n
     at_once = ["log", "bound"]
     rest = ["log", "give back"]
     play(engine, ATTACH, predict(1), predict(2), PAUSE, predict(3), PAUSE, STOP)
-    assert heap == ["keep", *at_once, *rest, *at_once, *rest]
-    assert engine.done.count("give back") == 1 + 2
+    assert heap == ["keep", "give back", *at_once, *rest, *at_once, *rest]
+    assert engine.done.count("give back") == 2 + 2
     heap.clear()
     monkeypatch.setattr(life, "TIDY_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
-    assert heap == ["keep", *at_once, *at_once, *at_once]
+    assert heap == ["keep", "give back", *at_once, *at_once, *at_once]
     heap.clear()
     play(engine, BUILD, STOP)
     assert "keep" not in heap
@@ -878,6 +882,20 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     engine = fake()
     play(engine, attach, STOP, origin=made)
     assert len(engine.asked) == 2
+
+
+def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready() -> None:
+    engine = fake()
+    before: List[int] = []
+
+    class Looks(Script):
+        def send(self, frames: Sequence[Any]) -> bool:
+            if isinstance(decode(frames, FROM_CHILD), Attached):
+                before.append(engine.done.count("give back"))
+            return super().send(frames)
+
+    assert session(Looks(ATTACH, STOP), engine).run(SHA256) == exits.OK
+    assert before == [2]
 
 
 def seldom(inputs: Arrays) -> Arrays:

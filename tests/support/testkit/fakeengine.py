@@ -56,6 +56,9 @@ class FakeEngine(Engine, Sharing):
     def give_back(self) -> None:
         self.done.append("give back")
 
+    def discard(self) -> None:
+        self.done.append("discard")
+
     def memory(self) -> Optional[DeviceMemory]:
         return DeviceMemory(100, 40)
 

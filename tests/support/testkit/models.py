@@ -51,6 +51,18 @@ def tiny(path: Path, seed: int = 0) -> Path:
     return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
 
 
+def thick(path: Path, rows: Dim = 4096, seed: int = 0) -> Path:
+    """relu(x @ V) @ W, "x" FP32 [rows, 64] -> "y" FP32 [rows, 8]: a predict takes 16 KiB for a row between the two."""
+    rng = np.random.default_rng(seed)
+    nodes = [
+        helper.make_node("MatMul", ["x", "v"], ["m"]),
+        helper.make_node("Relu", ["m"], ["h"]),
+        helper.make_node("MatMul", ["h", "w"], ["y"]),
+    ]
+    weights = [_weight("v", _he(rng, 64, 4096)), _weight("w", _he(rng, 4096, 8))]
+    return save(path, nodes, [fp32("x", rows, 64)], [fp32("y", rows, 8)], weights)
+
+
 # Of an inverted residual net: expansion of the channels, channels after, repeats, stride of the first.
 _BLOCKS = (
     (1, 12, 1, 1),

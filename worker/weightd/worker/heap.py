@@ -55,6 +55,11 @@ class Heap:
         """Give back what is kept."""
         if self._keeps:
             self._give_back()
+            self.trim()
+
+    def trim(self) -> None:
+        """Give back what the C library has, whether it is to keep anything or not."""
+        if not unsupported():
             libc().give_back_free_memory()
 
 

@@ -112,6 +112,9 @@ class Engine(abc.ABC):
     def give_back(self) -> None:
         """Give back what the library keeps for the next predict of the built model, as far as it can be told to."""
 
+    def discard(self) -> None:  # noqa: B027 - most engines have nothing to do
+        """Free the built model where its memory is not given back otherwise: no predict follows."""
+
     @property
     @abc.abstractmethod
     def signature(self) -> ModelSignature:

@@ -126,7 +126,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     def _build_again(self) -> None:
         # The memory of the old Model is free before the new one is built.
-        self._drop()
+        self.discard()
         try:
             self._begin(self._handle)
             self._build_model()
@@ -136,6 +136,11 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
     def _build_model(self) -> None:
         self._first = self._last = None
         self._build(self._path, self._context(), {})
+
+    def discard(self) -> None:
+        """Free the built model. Pages that it shares stay in the page store, which is a file."""
+        self._tensors = []
+        del self._model
 
     def _context(self) -> Any:
         context = self._library.Context()

@@ -85,11 +85,6 @@ class MindSporeLite(Engine):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
         self._learn()
 
-    def _drop(self) -> None:
-        """Free what was built."""
-        self._tensors: List[Any] = []
-        del self._model
-
     def _learn(self) -> None:
         """Bind the inputs of what was built, and keep what it takes and gives."""
         self._bind(self._model.get_inputs())
