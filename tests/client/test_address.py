@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -9,14 +12,14 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, List, Type
+from typing import Any, Iterator, List, Type
 from unittest.mock import Mock
 
 import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
-from weightd.client import Client, InvalidArgument, PermissionDenied, Unavailable
-from weightd.client.address import Address, check, default_address, knock, parse
+from weightd.client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
+from weightd.client.address import Address, check, default_addresses, knock, parse
 from weightd.shared import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
@@ -216,27 +219,107 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
     return directory
 
 
-def test_ones_own_daemon_comes_before_the_systems(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, system = nowhere / "own", nowhere / "system"
-    assert default_address() == f"{own}/weightd.sock"
-    system.mkdir()
-    assert default_address() == f"{system}/weightd.sock"
-    own.mkdir()
-    assert default_address() == f"{system}/weightd.sock"
-    (own / "weightd.sock.unix").write_text("")
-    assert default_address() == f"{own}/weightd.sock"
-    (own / "weightd.sock.unix").rename(own / "weightd.sock")
-    assert default_address() == f"{own}/weightd.sock"
+def stale(path: Path) -> None:
+    """Leave a socket file as a process that was killed does."""
+    path.parent.mkdir(exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+        bound.listen(1)
+
+
+def leave_stale_sockets(directory: Path) -> None:
+    for name in ("weightd.sock", "weightd.sock.unix"):
+        stale(directory / name)
+
+
+@pytest.fixture
+def system(nowhere: Path) -> Iterator[FakeDaemon]:
+    """The system's daemon; the one of the user was killed, and its socket files are left."""
+    leave_stale_sockets(nowhere / "own")
+    (nowhere / "system").mkdir()
+    daemon = FakeDaemon(f"unix://{nowhere}/system/weightd.sock")
+    yield daemon
+    daemon.stop()
+
+
+def test_the_default_addresses(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, system = f"{nowhere}/own/weightd.sock", f"{nowhere}/system/weightd.sock"
+    assert default_addresses() == [own, system]
+    monkeypatch.setattr(paths, "runtime_dir", lambda: str(nowhere / "system"))
+    assert default_addresses() == [system]
     monkeypatch.setenv("WEIGHTD_SOCKET", "tcp://there:1")
-    assert default_address() == "tcp://there:1"
+    assert default_addresses() == ["tcp://there:1"]
 
 
 @needs_root
 def test_another_users_directory_is_not_trusted(nowhere: Path) -> None:
     (nowhere / "own").mkdir()
-    (nowhere / "own" / "weightd.sock").write_text("")
     shutil.chown(nowhere / "own", 12345)
-    assert default_address() == f"{nowhere}/system/weightd.sock"
+    assert default_addresses() == [f"{nowhere}/system/weightd.sock"]
+
+
+def test_a_stale_socket_of_the_users_daemon_is_passed_over(system: FakeDaemon, nowhere: Path) -> None:
+    with Client(timeout=LIMIT_S) as client:
+        assert (client.address, client.server().name) == (f"{nowhere}/system/weightd.sock", "fake")
+
+    async def name() -> str:
+        async with AsyncClient(timeout=LIMIT_S) as client:
+            return (await client.server()).name
+
+    assert asyncio.run(name()) == "fake"
+
+
+@pytest.mark.parametrize("scheme", ["unix", "ipc"])
+def test_the_users_daemon_comes_before_the_systems(system: FakeDaemon, nowhere: Path, scheme: str) -> None:
+    for path in (nowhere / "own").iterdir():
+        path.unlink()
+    own = FakeDaemon(f"{scheme}://{nowhere}/own/weightd.sock")
+    with Client(timeout=LIMIT_S) as client:
+        assert client.address == f"{nowhere}/own/weightd.sock"
+        own.stop()
+        # The system's daemon listens, but the client does not change from one daemon to another.
+        with pytest.raises(Unavailable):
+            client.server()
+        with pytest.raises(Unavailable, match=f"no daemon at {nowhere}/own/weightd.sock: [^/]*$"):
+            client.server()
+
+
+def test_a_users_daemon_that_is_too_busy_to_accept_is_waited_for(system: FakeDaemon, nowhere: Path) -> None:
+    path = nowhere / "own" / "weightd.sock.unix"
+    path.unlink()
+    with contextlib.ExitStack() as stack:
+        busy = stack.enter_context(socket.socket(socket.AF_UNIX))
+        busy.bind(str(path))
+        busy.listen(0)
+        with suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        with pytest.raises(DeadlineExceeded, match=f"no handshake with {nowhere}/own/"):
+            Client(timeout=0.05)
+
+
+def test_an_address_that_was_given_is_not_replaced(
+    system: FakeDaemon, nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = f"{nowhere}/own/weightd.sock"
+    with pytest.raises(Unavailable, match=f"no daemon at {given}: nobody listens"):
+        Client(given)
+    monkeypatch.setenv("WEIGHTD_SOCKET", given)
+    with pytest.raises(Unavailable, match=f"no daemon at {given}: nobody listens"):
+        Client()
+
+
+def test_the_error_names_every_address_that_was_tried(nowhere: Path) -> None:
+    leave_stale_sockets(nowhere / "own")
+    with pytest.raises(Unavailable) as raised:
+        Client()
+    assert str(raised.value).startswith(
+        f"no daemon at {nowhere}/own/weightd.sock: nobody listens on the socket, and none at "
+        f"{nowhere}/system/weightd.sock: there is no socket; start it with `weightd serve"
+    )
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
 def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[str]) -> None:
     if variable is None:
         monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
-        monkeypatch.setattr("weightd.ctl.command.default_address", lambda: address)
+        monkeypatch.setattr("weightd.client.session.default_addresses", lambda: [address])
     else:
         monkeypatch.setenv("WEIGHTD_SOCKET", variable)
 

@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import List, NamedTuple, Sequence
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
@@ -37,6 +37,26 @@ class Address(NamedTuple):
     zeromq: str
 
 
+class NoDaemon(Unavailable):
+    """No process listens at an address.
+
+    Args:
+        path: the path of the socket.
+        why: what was found there.
+    """
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"no daemon at {path}: {why}; {_HINT}")
+        self.path = path
+        self.why = why
+
+
+def no_daemon(failures: Sequence[NoDaemon]) -> Unavailable:
+    """Return the error of a client that has tried several addresses; it names all of them."""
+    tried = ", and none ".join(f"at {each.path}: {each.why}" for each in failures)
+    return Unavailable(f"no daemon {tried}; {_HINT}")
+
+
 def parse(address: str) -> Address:
     """Return the ways to a daemon: without a scheme, all that there are.
 
@@ -59,19 +79,18 @@ def parse(address: str) -> Address:
     return Address(address, "", address)
 
 
-def default_address() -> str:
-    """Return where weightd listens unless told otherwise.
+def default_addresses() -> List[str]:
+    """Return where a client that was given no address looks for a daemon; the first address with a listener counts.
 
-    That is $WEIGHTD_SOCKET, or this user's own daemon, or the system's where this user has none.
+    That is $WEIGHTD_SOCKET alone if it is set, else this user's own daemon and then the system's. Whether a socket file
+    exists says nothing: a daemon that was killed leaves its file behind.
     """
     given = os.environ.get("WEIGHTD_SOCKET")
     if given:
-        return given
+        return [given]
     own, system = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
-    address, system_address = (ipc_path(paths.socket_address(each)) for each in (own, system))
-    if _is_foreign(own) or (not _is_there(address) and os.path.isdir(system)):  # noqa: PTH112 - it never raises
-        return system_address
-    return address
+    directories = [system] if own == system or _is_foreign(own) else [own, system]
+    return [ipc_path(paths.socket_address(each)) for each in directories]
 
 
 def _is_foreign(directory: str) -> bool:
@@ -80,10 +99,6 @@ def _is_foreign(directory: str) -> bool:
         return os.lstat(directory).st_uid not in (os.getuid(), 0)
     except OSError:
         return False
-
-
-def _is_there(address: str) -> bool:
-    return any(os.path.exists(each) for each in (address, address + _UNIX_SUFFIX))  # noqa: PTH110 - it never raises
 
 
 def ipc_path(address: str) -> str:
@@ -126,7 +141,8 @@ def knock(connection: socket.socket, path: str) -> bool:
     Raises:
         InvalidArgument: it is no path of a socket of weightd.
         PermissionDenied: this user may not connect.
-        Unavailable: nobody listens there.
+        NoDaemon: nobody listens there.
+        Unavailable: the system refuses the connection for another reason.
     """
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
@@ -148,11 +164,11 @@ def _explain(error: OSError, path: str) -> RequestError:
             f"this user may not connect to {path}: {error.strerror}; ask for membership of the socket's group"
         )
     if error.errno == errno.ENOENT:
-        return Unavailable(f"no daemon at {path}: there is no socket; {_HINT}")
+        return NoDaemon(path, "there is no socket")
     if error.errno == errno.EPROTOTYPE or _is_other(path):
         return InvalidArgument(f"{path} is not a socket of weightd")
     if error.errno == errno.ECONNREFUSED:
-        return Unavailable(f"no daemon at {path}: nobody listens on the socket; {_HINT}")
+        return NoDaemon(path, "nobody listens on the socket")
     return Unavailable(f"cannot connect to {path}: {error.strerror}")
 
 

@@ -62,7 +62,8 @@ class Client(Uncopied):
     Args:
         address: where the daemon listens: /PATH, for its unix socket or, where that cannot be used, ZeroMQ;
             unix:///PATH for its unix socket only; ipc:///PATH or tcp://HOST:PORT for ZeroMQ only.
-            Default: $WEIGHTD_SOCKET, or where the daemon of this user or of the system listens by default.
+            Default: $WEIGHTD_SOCKET, or the default address of this user's daemon or of the system's, the first at
+            which a daemon listens.
         timeout: seconds that a call waits unless it says otherwise; at most one hour.
         tenant: for whom it asks, where that is another than its own: the daemon knows for whom it may (`acts_for`).
         key: the file with its secret key, for a listener with CURVE: `weightctl keygen` writes it.

@@ -9,7 +9,7 @@ from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
 from weightd.client import arguments, unix, zeromq
-from weightd.client.address import Address, default_address, parse
+from weightd.client.address import Address, NoDaemon, default_addresses, no_daemon, parse
 from weightd.client.connection import Connection, Making, Nowhere
 from weightd.client.core import Call, ClientCore
 from weightd.client.curve import Curve
@@ -55,7 +55,7 @@ class Session:
     """A client's calls and the connection that they are made over: with that, all of them end.
 
     Attributes:
-        address: where the daemon is looked for.
+        address: where the daemon is looked for; of several, the one that is being tried, or was tried last.
         timeout: seconds that a call waits unless it says otherwise.
         patience: what `patience_of` returns of them.
         core: knows the calls.
@@ -68,7 +68,9 @@ class Session:
     def __init__(
         self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[Curve] = None
     ) -> None:
-        self.address: Address = parse(default_address() if address is None else arguments.text("address", address))
+        given = default_addresses() if address is None else [arguments.text("address", address)]
+        self._addresses = [*map(parse, given)]
+        self.address: Address = self._addresses[0]
         if curve is not None and not self.address.given.startswith(_TCP):
             raise InvalidArgument(f"expected no keys for {self.address.given}: the kernel tells who connects there")
         self._curve = curve
@@ -106,12 +108,27 @@ class Session:
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
     def connecting(self) -> Making[Connection]:
-        """Connect, in the first way that is possible.
+        """Connect to the first address where a daemon listens, in the first way that is possible.
+
+        From the first connection on, the client stays with that daemon: it never changes to another one.
 
         Raises:
             RequestError: there is none; the text says why.
         """
-        _, path, zeromq_address = self.address
+        failures: List[NoDaemon] = []
+        for address in self._addresses:
+            self.address = address
+            try:
+                connection = yield from self._connecting_to(address)
+            except NoDaemon as error:
+                failures.append(error)
+            else:
+                self._addresses = [address]
+                return connection
+        raise no_daemon(failures) from None
+
+    def _connecting_to(self, address: Address) -> Making[Connection]:
+        _, path, zeromq_address = address
         if not path:
             return (yield from zeromq.connecting(zeromq_address, self._curve))
         try:

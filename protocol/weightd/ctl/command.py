@@ -9,7 +9,6 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightd.client.address import default_address
 from weightd.client.client import Client
 from weightd.client.session import DEFAULT_TIMEOUT_S
 from weightd.ctl import events, exits, health, keygen, logs, metadata, metrics, models, reload, update
@@ -95,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
 def _connect(options: argparse.Namespace) -> Client:
     try:
         keys = {"key": options.key, "server_key": options.server_key}
-        return Client(options.socket or default_address(), timeout=options.timeout, tenant=options.tenant, **keys)
+        return Client(options.socket or None, timeout=options.timeout, tenant=options.tenant, **keys)
     except RequestError as error:
         raise NotReached(error) from None
 
@@ -144,8 +143,8 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
         default=default("socket"),
         metavar="ADDRESS",
         help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
-        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the running daemon of this user or of the "
-        "system)",
+        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the daemon of this user or of the system, "
+        "the first that listens)",
     )
     parser.add_argument(
         "--timeout",

@@ -24,7 +24,10 @@ _KINDS: Mapping[str, str] = {
 
 ENVIRONMENT: Mapping[str, str] = {
     "WEIGHTD_SOCKET": "Where the daemon listens, unless --socket says so.",
-    "XDG_RUNTIME_DIR": "Where this user's own daemon has its socket, in weightd; without one the system's is asked.",
+    "XDG_RUNTIME_DIR": (
+        "The runtime directory of this user's own daemon is weightd in it. If no daemon listens there, weightctl "
+        "connects to the system's daemon."
+    ),
 }
 
 FILES: Mapping[str, str] = {
