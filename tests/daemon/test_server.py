@@ -12,7 +12,7 @@ import pytest
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.load import Config
+from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
@@ -124,6 +124,7 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
 
 
 def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: socket.socket) -> None:
+    managed._file = mock.Mock(**{"read.side_effect": ConfigError("wrong")})
     managed._on_hangup(time.monotonic())
     with pytest.raises(BlockingIOError):
         notified.recv(4096)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from testkit.waiting import until
 from weightd.client import Client, Pending, RequestError, Unavailable
 
 from .support import (
+    LIMIT_S,
     ONE_ENGINE,
     Bare,
     Place,
@@ -148,3 +153,95 @@ def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_
         assert {ending_of(each, question) for each in pending} == {"right", "UNAVAILABLE"}
         assert daemon.wait() == 0
     assert place.left == []
+
+
+# Has the terminal for its own and is in its foreground, as a program that was started from a shell.
+IN_THE_FOREGROUND = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[1]))
+os.execv(sys.executable, [sys.executable, "-m", "weightd.daemon", *sys.argv[2:]])
+"""
+
+
+class InTerminal:
+    """The command `weightd` in a terminal that is closed in the middle of the block.
+
+    Args:
+        hangup: SIG_DFL, or SIG_IGN as under nohup.
+        arguments: of the command.
+    """
+
+    def __init__(self, hangup: str, *arguments: object) -> None:
+        self._master, slave = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", IN_THE_FOREGROUND, hangup, *map(str, arguments)],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        self.pid = self._process.pid
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has written the text to its terminal."""
+        said = b""
+        while text.encode() not in said:
+            said += os.read(self._master, 65536)
+
+    def close_terminal(self) -> None:
+        os.close(self._master)
+        self._master = -1
+
+    def wait(self) -> int:
+        return self._process.wait(LIMIT_S)
+
+    def end(self) -> int:
+        self._process.terminate()
+        return self.wait()
+
+    def __enter__(self) -> InTerminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._master >= 0:
+            self.close_terminal()
+
+
+def test_what_runs_in_the_foreground_ends_with_its_terminal(
+    mlp: Path, place: Place, config: Path, tmp_path: Path
+) -> None:
+    gateway = tmp_path / "gateway.toml"
+    gateway.write_text("[gateway]\nhttp = ['127.0.0.1:0']\ngrpc = []\nanonymous = '-'\n", "utf-8")
+    run = ("run", mlp, "--workers", 1, "--cache-dir", place.cache, "--socket", f"{place.runtime}/run.sock")
+    with contextlib.ExitStack() as stack:
+        commands = [run, ("serve", config), ("gateway", gateway)]
+        programs = [stack.enter_context(InTerminal("SIG_DFL", *each)) for each in commands]
+        for program, text in zip(programs, ("it serves", "mlp.1: serving", "serving at"), strict=True):
+            program.wait_for(text)
+        children = children_of(place.cache)
+        assert children
+        with Watched(children) as watched:
+            for each in programs:
+                each.close_terminal()
+            assert [each.wait() for each in programs] == [0, 0, 0]
+            assert watched.survivors() == []
+    assert place.left == []
+
+
+def test_nohup_keeps_a_daemon_which_reloads_on_sighup(
+    mlp: Path, place: Place, config: Path, question: Question
+) -> None:
+    run = ("run", mlp, "--workers", 1, "--cache-dir", place.cache, "--socket", f"{place.runtime}/run.sock")
+    with contextlib.ExitStack() as stack:
+        programs = [stack.enter_context(InTerminal("SIG_IGN", *each)) for each in (run, ("serve", config))]
+        for each in programs:
+            each.wait_for(": serving")
+            each.close_terminal()
+        os.kill(programs[1].pid, signal.SIGHUP)
+        with Client(f"{place.runtime}/run.sock") as one, Client(place.address) as other:
+            for client in (one, other):
+                assert_same(client.infer("mlp", question.inputs), question.answer)
+            until(lambda: other.metrics().reloads.good, "it has read the file again")
+        assert [each.end() for each in programs] == [0, 0]

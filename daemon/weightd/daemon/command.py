@@ -28,6 +28,7 @@ from weightd.protocol.version import VERSION
 from weightd.shared import gatewaycommand, paths
 from weightd.shared.commandline import Parser
 from weightd.shared.devices import CPU
+from weightd.shared.terminal import ends_on_hangup
 
 _DESCRIPTION = """\
 Serves models from many processes that hold one copy of the weights.
@@ -112,7 +113,7 @@ def _of_argument(problem: str, name: str) -> str:
 
 def _check(options: argparse.Namespace) -> int:
     # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _ended)
     unit = unit_of(options.config)
     config, loadable, found = examine(options.config, unit)
@@ -183,8 +184,8 @@ def parser() -> argparse.ArgumentParser:
         "run",
         help="serve one model, without a configuration file",
         description=(
-            "Serves one model until Ctrl-C, for a first look, and says how to ask it once it serves. Ends with status "
-            "1 if the model cannot be served."
+            "Serves one model until Ctrl-C or until its terminal closes, for a first look, and says how to ask it "
+            "once it serves. Ends with status 1 if the model cannot be served."
         ),
     )
     run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")

@@ -75,6 +75,7 @@ from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
 from weightd.shared.devices import is_cpu
+from weightd.shared.terminal import Terminal, ends_on_hangup
 
 _log = logging.getLogger("weightd")
 
@@ -150,6 +151,7 @@ class Server:
         self._has_changed = True
         self._started = time.monotonic()
         self._shutdown = Shutdown()
+        self._terminal = Terminal()
         self._scrapes: Scrapes | None = None
         self._patience = Timer(self._end)
         self._sign = Timer(self._tell_manager)
@@ -162,10 +164,14 @@ class Server:
         """
         allow_descriptors()
         kept = self._manager.there
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
+        if self._file is not None or ends_on_hangup():
+            numbers.append(signal.SIGHUP)
         with (
             claim(self._config.daemon, kept=kept),
             listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
-            signals([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) as wakeups,
+            signals(numbers) as wakeups,
             self._happened.listening(),
         ):
             if kept:
@@ -435,6 +441,10 @@ class Server:
     # --- another configuration ----------------------------------------------------------------------------------
 
     def _on_hangup(self, now: float) -> None:
+        if self._file is None or self._terminal.has_closed():
+            # The kernel and the shell may both send it: that is no request to hurry.
+            self._stop(now)
+            return
         # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
         tell = self._herald.ready and not self._shutdown.begun
         if tell:

@@ -22,7 +22,8 @@ does not take, is refused with its name and what was expected, all of them at on
 so without serving anything. Paths are absolute, or relative to the directory of this file; `~` is not expanded.
 
 SIGHUP has the file and that of the tokens read again: `tokens`, `anonymous` and the two tables hold from then on, also
-for who is connected; all else takes a restart."""
+for who is connected; all else takes a restart. A gateway that was started in the foreground of a terminal stops when
+the terminal closes, unless it runs under nohup(1)."""
 
 _CALLERS = """\
 A caller asks for a tenant of the daemon's configuration, which has to let the gateway do so (`acts_for`), or, where "-"

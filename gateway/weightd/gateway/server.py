@@ -15,6 +15,7 @@ from weightd.gateway.config.table import Config
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.manager import Manager
+from weightd.shared.terminal import Terminal
 
 _log = logging.getLogger("weightd.gateway")
 
@@ -38,7 +39,9 @@ class Server:
         self._manager = manager
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, and then finish what is under way; a second one waits for nothing.
+        """Serve until SIGTERM or SIGINT, or until the terminal closes, and then finish what is under way.
+
+        A second SIGTERM or SIGINT waits for nothing.
 
         Raises:
             OSError: an address cannot be had.
@@ -51,7 +54,16 @@ class Server:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
+        terminal = Terminal()
+
+        def hang_up() -> None:
+            if terminal.has_closed():
+                # The kernel and the shell may both send it: that is no request to hurry.
+                stopped.set()
+            else:
+                self._reload()
+
+        loop.add_signal_handler(signal.SIGHUP, hang_up)
         _raise_limit()
         try:
             await self._start()

@@ -32,6 +32,7 @@ from weightd.daemon.engines.ranktable import RankTable
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.host import exitwatch
 from weightd.shared.modelfile import ModelFileError, model_files
+from weightd.shared.terminal import ends_on_hangup
 
 # Of the interpreter's report: imports from a cold disk, and a driver that takes its time to begin.
 _REPORT_LIMIT_S = 120.0
@@ -40,7 +41,8 @@ _REPORT_LIMIT_S = 120.0
 def run(options: argparse.Namespace) -> int:
     """Check, print, and return the exit status."""
     # As Ctrl-C does: the blocks that own processes and files are left in order.
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
+        signal.signal(number, _terminated)
     findings = list(_findings(options))
     sys.stdout.write(render.as_json(findings) if options.json else render.table(findings))
     return exit_status(findings)

@@ -26,7 +26,11 @@ SIGNALS: Mapping[str, str] = {
         "for no request. When the service is stopped, every process ends, and no file is left; when it is restarted, "
         "workers and holders live on, and the next daemon goes on with them."
     ),
-    "SIGHUP": "Read the configuration file again, as `weightctl reload` does. A file that is wrong changes nothing.",
+    "SIGHUP": (
+        "Read the configuration file again, as `weightctl reload` does. A file that is wrong changes nothing. `weightd "
+        "run` has no file and stops, and so does a `weightd serve` or `weightd gateway` that was started in the "
+        "foreground of a terminal which has closed. Under nohup(1) a closed terminal stops none of them."
+    ),
 }
 
 ENVIRONMENT: Mapping[str, str] = {
