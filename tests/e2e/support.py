@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -382,6 +383,26 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+@contextlib.contextmanager
+def core_dumps() -> Generator[None, None, None]:
+    """Have the processes that are started in the block leave core dumps with all memory, as far as they may."""
+    limits, filter_file = resource.getrlimit(resource.RLIMIT_CORE), Path("/proc/self/coredump_filter")
+    before = filter_file.read_text("ascii")
+    resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
+    filter_file.write_text("0x33", "ascii")
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, limits)
+        filter_file.write_text(f"0x{before.strip()}", "ascii")
+
+
+def core_dump_of(pid: int) -> tuple[int, int]:
+    """Return the size to which the core file of a process is limited, and the filter of what is dumped."""
+    limit, _ = resource.prlimit(pid, resource.RLIMIT_CORE)
+    return limit, int(Path(f"/proc/{pid}/coredump_filter").read_text("ascii"), 16)
 
 
 class Watched:

@@ -17,7 +17,7 @@ from testkit.waiting import until
 from weightd.client import Pending
 from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
 
-from .support import ONE_ENGINE, Load, Question, ask_all, model_status, ready_workers
+from .support import ONE_ENGINE, Load, Question, ask_all, core_dump_of, core_dumps, model_status, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -34,7 +34,7 @@ def service(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         "mlp": {"path": mlp, "workers": WORKERS, "threads": 2, "predict_timeout": 2.0, "watchdog": 2.0},
         "loop": {"path": loop, "workers": WORKERS, "predict_timeout": 1.0},
     }
-    with Service(tables, verbose=True) as service:
+    with core_dumps(), Service(tables, verbose=True) as service:
         service.ready()
         yield service
 
@@ -72,6 +72,15 @@ def test_what_a_client_asked_that_is_gone_is_dropped(service: Service) -> None:
         until(lambda: model_status(service, "loop").queued == 0, "they are dropped")
         assert other.infer("loop", {"n": np.array([3])})["y"] == [3]
         assert len(kept) == 20
+
+
+# --- core dumps -------------------------------------------------------------------------------------------------------
+
+
+def test_no_process_leaves_weights_or_inputs_in_a_core_dump(service: Service) -> None:
+    found = {f"{role} {pid}": core_dump_of(pid) for pid, role in service.roles().items()}
+    assert {key.split(" ")[0] for key in found} >= {"daemon", "holder", "worker", "fork", "gate"}, found
+    assert [key for key, each in found.items() if each != (0, 0)] == []
 
 
 # --- workers that hang ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Sequence
 
 from weightd.daemon import exits
 from weightd.shared import signals
+from weightd.shared.coredump import leave_out_memory
 from weightd.shared.imports import uncollected
 from weightd.shared.interrupts import silent_while_importing
 
@@ -26,6 +27,8 @@ def main() -> int:
         return exits.CONFIG
     with silent_while_importing():
         signals.reset()
+        # Before the first process is started, which has it from this one.
+        leave_out_memory()
         from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
 
         serve_as_init()

@@ -21,6 +21,7 @@ from weightd.gateway.server import Server
 from weightd.gateway.service import Service
 from weightd.shared import gatewaycommand, signals
 from weightd.shared.commandline import Parser
+from weightd.shared.coredump import leave_out_memory
 from weightd.shared.init import serve_as_init
 
 OK = 0
@@ -31,6 +32,7 @@ CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end t
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parser().parse_args(arguments)
+    leave_out_memory()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
     manager = Manager(os.environ)

@@ -17,6 +17,7 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
+from weightd.shared.coredump import leave_out_memory
 from weightd.shared.cores import parse
 from weightd.shared.meeting import Meeting
 from weightd.shared.members import Members, joint_digest
@@ -50,6 +51,8 @@ _LINGER_MS = 2000
 
 def begin() -> Beginning:
     """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
+    # As the daemon does: the interpreter may be a script that has raised the limit.
+    leave_out_memory()
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
