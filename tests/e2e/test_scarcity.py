@@ -12,14 +12,16 @@ import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from testkit import census
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 from weightd.shared.paths import unix_path
 
-from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Place, Question, ask_all
+from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, Place, Question, Weightd, ask_all
 
 pytestmark = [
     pytest.mark.e2e,
@@ -136,3 +138,57 @@ def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Pl
     finally:
         daemon.terminate()
         assert daemon.wait(60) == 0
+
+
+UID = 61235
+
+# Another user than root, whom the limit of processes does not concern, and who may read what is installed all the same.
+AS_A_USER = [
+    "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups",
+    "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",
+]  # fmt: skip
+
+
+def limit_processes(most: int, pids: list[int]) -> None:
+    """Change the soft limit; gates have none that can be changed, and some have ended."""
+    for pid in pids:
+        subprocess.run(
+            [*AS_A_USER, "prlimit", f"--nproc={most}:", f"--pid={pid}"], check=False, stderr=subprocess.DEVNULL
+        )
+
+
+def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, place: Place, tmp_path: Path) -> None:
+    config = place.config({"mlp": {"path": mlp}})
+    with Weightd(tmp_path / "log", "serve", config, under=[*AS_A_USER, "prlimit", "--nproc=1"]) as daemon:
+        assert daemon.wait() == 73
+        assert (
+            "cannot start a process or thread: the limit of processes and threads is reached (RLIMIT_NPROC 1"
+            in daemon.log
+        )
+
+
+def test_a_limit_of_processes_that_lets_no_worker_start_is_named_and_waited_for(
+    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+) -> None:
+    config = place.config({"mlp": {"path": mlp, "workers": 2}})
+    for path in (place.runtime, place.cache, config):
+        os.chown(path, UID, UID)
+    with Weightd(tmp_path / "log", "serve", config, under=AS_A_USER) as daemon, daemon.client(place.address) as client:
+        daemon.wait_for("mlp.1: serving")
+        processes = census.families([daemon.pid])
+        limit_processes(1, processes)
+        victim = next(each for each in model(client).generations[0].processes if each.role == "worker")
+        os.kill(victim.pid, 9)
+        until(lambda: "(RLIMIT_NPROC 1" in daemon.log, "the log names the limit")
+        assert "cannot start a process or thread: the limit of processes and threads is reached" in daemon.log
+        assert "raise LimitNPROC= or ulimit -u" in daemon.log
+        ask_all(client, "mlp", questions)
+        # These take a thread of the daemon.
+        assert client.metrics().models
+        with daemon.client(place.address) as another:
+            another.infer("mlp", {"x": another.empty((256, MLP_WIDTH), np.float32)})
+        ask_all(client, "mlp", questions)
+        limit_processes(resource.getrlimit(resource.RLIMIT_NPROC)[1], processes)
+        until(lambda: model(client).generations[0].progress == "serving", "every worker is READY again")
+        ask_all(client, "mlp", questions)
+        assert daemon.end() in (0, 2)

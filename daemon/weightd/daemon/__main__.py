@@ -5,6 +5,7 @@ An engine's own interpreter gets this script, too, and may be too old for the da
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Sequence
 
@@ -36,7 +37,9 @@ def main() -> int:
         if _serves(sys.argv[1:]):
             from weightd.daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked
 
-            forked = zygote.fork()
+            # Where the kernel refuses, the daemon says why, and tries again later.
+            with contextlib.suppress(OSError):
+                forked = zygote.fork()
         with uncollected():
             from weightd.daemon import command  # noqa: PLC0415 - it takes a few tenths of a second
     return command.main(zygote=forked)

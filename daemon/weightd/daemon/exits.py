@@ -10,7 +10,7 @@ OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
 USAGE = commandline.USAGE
-CANNOT_CREATE = 73  # EX_CANTCREAT: a socket or a directory cannot be had, or another daemon has it
+CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, a directory or a thread cannot be had, or another daemon has the socket
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
 INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it
 
@@ -22,7 +22,7 @@ MEANINGS: Mapping[int, str] = {
     ),
     PROCESS_DIED: "It served and stopped when it was told to, but a process had ended that nobody had asked to.",
     USAGE: "The command line is wrong.",
-    CANNOT_CREATE: "A socket or a directory cannot be had, or another daemon has it.",
+    CANNOT_CREATE: "A socket, a directory or a thread cannot be had, or another daemon has the socket.",
     CONFIG: "The configuration is wrong: the text names file, key and what was expected; or Python is older than 3.10.",
     INTERRUPTED: "Ctrl-C before it served; later that is a stop in order.",
 }

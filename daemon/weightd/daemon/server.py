@@ -41,6 +41,7 @@ from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
+from weightd.daemon.host.shortage import check_threads
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.meters.meters import MeterFigures, Meters
 from weightd.daemon.meters.totals import TotalFigures, Totals
@@ -87,6 +88,9 @@ _SHARE_OF_MEMORY = 4
 
 # A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
 _MAX_SURVEYS = 16
+
+# Of libzmq, in a process with one context.
+_ZEROMQ_THREADS = 2
 
 # Few may ask for logs, and each question may read a megabyte.
 _MAX_TAILS = 4
@@ -163,6 +167,7 @@ class Server:
             ClaimError: a socket or a directory cannot be had.
         """
         allow_descriptors()
+        check_threads(_ZEROMQ_THREADS)
         kept = self._manager.there
         numbers = [signal.SIGTERM, signal.SIGINT]
         # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.

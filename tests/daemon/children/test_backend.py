@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -38,6 +39,7 @@ from weightd.protocol.messages.children import (
     Attach,
     Attached,
     Back,
+    Broken,
     Built,
     Forked,
     Hello,
@@ -216,6 +218,37 @@ def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
         scene.loop.wait(1)
     while "it broke the protocol" not in caplog.text:
         scene.loop.wait(1)
+
+
+LIMIT = "cannot start a process or thread: the limit of processes and threads is reached"
+
+
+@pytest.mark.parametrize("by_lane", [True, False])
+def test_the_limit_is_named_that_keeps_a_child_from_its_work(
+    scene: Scene, by_lane: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.serve()
+    scene.answer()
+    broken = encode(Broken("pthread_create failed, error code: 11"))
+    if by_lane:
+        scene.lane.send(broken)
+    else:
+        scene.worker.send_multipart(broken)
+    while "pthread_create failed" not in caplog.text:
+        scene.loop.wait(1)
+    assert LIMIT in caplog.text
+
+
+def test_the_limit_is_named_that_keeps_a_child_from_being_started(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(vars(scene.backend)["_launcher"], "start", mock.Mock(side_effect=refused))
+    scene.model.start(0.0)
+    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+    while "cannot start /" not in caplog.text:
+        scene.loop.wait(1)
+    assert LIMIT in caplog.text
 
 
 def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(

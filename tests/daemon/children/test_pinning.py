@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from weightd.daemon.children.snapshotter import Taken
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.generations.plan import Source
+from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
 from weightd.shared.modelfile import identity, model_files
 
@@ -146,3 +149,20 @@ def test_what_cannot_be_begun_is_told_later(scene: Scene) -> None:
     assert (scene.told, len(scene.later)) == ([], 1)
     scene.later[0](0.0)
     assert scene.told[0][1].startswith("cannot take a snapshot: cannot make the directory ")
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
+    scene: Scene, is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*arguments: Any) -> None:
+        if not is_started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        arguments[-1]({"error": "cannot copy /m to /c: Too many open files"}, End(1))
+
+    monkeypatch.setattr("weightd.daemon.children.pinning.helpers.ask", ask)
+    scene.pin()
+    for each in scene.later:
+        each(0.0)
+    limit = "cannot open a file" if is_started else "cannot start a process or thread"
+    assert scene.told[0][1].startswith(f"{limit}: the limit of ")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from unittest import mock
 
 import pytest
 
+from testkit.waiting import until
 from weightd.daemon.clients.closing import Closing
 
 
@@ -38,3 +40,23 @@ def test_what_hangs_holds_up_only_those_behind_it(monkeypatch: pytest.MonkeyPatc
             os.fstat(descriptor)
     closing.close(os.dup(0))
     assert closed.acquire(timeout=10)
+
+
+def test_without_a_thread_descriptors_wait_until_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    closing = Closing()
+    descriptors = [os.dup(0) for _ in range(64)]
+    with monkeypatch.context() as patched:
+        patched.setattr("weightd.daemon.clients.closing.threading.Thread.start", refused)
+        for descriptor in descriptors:
+            closing.close(descriptor)
+        assert closing.is_behind
+    assert caplog.text.count("the limit of processes and threads is reached") == 1
+    # Nobody closes another one: who looks whether it is behind has the thread started.
+    assert closing.is_behind
+    until(lambda: not closing.is_behind, "they are closed")
+    for descriptor in descriptors[:1]:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(descriptor)

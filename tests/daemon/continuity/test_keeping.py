@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import select
@@ -202,6 +203,15 @@ def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
         service.keepers.add(daemon.pid)
 
 
+def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
+    service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(link, "start", mock.Mock(side_effect=refused))
+    with pytest.raises(ClaimError, match="the limit of processes and threads is reached"):
+        service.start(config)
+
+
 def test_a_directory_that_is_not_free_is_refused(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +220,9 @@ def test_a_directory_that_is_not_free_is_refused(
     service.keepers.add(other.pid)
     # As if it had been free when it was looked at.
     monkeypatch.setattr(keeping, "make_private", mock.Mock())
-    with pytest.raises(ClaimError, match=r"^cannot start the keeper of the processes: ."):
+    with pytest.raises(
+        ClaimError, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
+    ):
         service.start(config)
     assert other.kept() == []
     other.kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.host.cgroup import cores, free_bytes, locate, memory
+from weightd.daemon.host.cgroup import TaskLimit, cores, free_bytes, locate, memory, tasks
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.status import MemoryLimit, StatusResponse
 
@@ -293,6 +293,31 @@ def test_cores_in_version_1(tmp_path: Path, quota: str, expected: float | None) 
     host.change("a.slice/b/cpu.cfs_period_us", "100000\n")
     host.change("a.slice/b/cpu.cfs_quota_us", quota)
     assert cores(host.proc) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "used", "group"),
+    [
+        ({"a.slice/b/pids.max": "64\n", "a.slice/b/pids.current": "60\n"}, 64, 60, "a.slice/b"),
+        ({"a.slice/b/pids.max": "64\n", "a.slice/pids.max": "32\n"}, 32, None, "a.slice"),
+        ({"a.slice/b/pids.max": "max\n", "a.slice/pids.max": "96\n"}, 96, None, "a.slice"),
+        ({"a.slice/b/pids.max": "garbage\n"}, None, None, ""),
+        ({"a.slice/b/pids.max": "max\n"}, None, None, ""),
+        ({}, None, None, ""),
+    ],
+)
+@pytest.mark.parametrize("unified", [True, False])
+def test_processes_and_threads(
+    tmp_path: Path, unified: bool, files: dict[str, str], limit: int | None, used: int | None, group: str
+) -> None:
+    host = Host(tmp_path, unified=unified)
+    if not unified:
+        for name, before, after in (("cgroup", "4:memory:", "8:pids:"), ("mountinfo", "rw,memory", "rw,pids")):
+            file = host.proc / name
+            file.write_text(file.read_text().replace(before, after))
+    for path, text in files.items():
+        host.change(path, text)
+    assert tasks(host.proc) == (None if limit is None else TaskLimit(host.mount / group, limit, used))
 
 
 def test_names_need_not_be_text(tmp_path: Path) -> None:

@@ -187,6 +187,12 @@ def test_last_words_are_the_last_lines_on_one(sleeper: Process) -> None:
     assert words_of(sleeper, b"\xff\xfe bad\r\nlines\x0bin\x0cit") == "\ufffd\ufffd bad | lines | in | it"
 
 
+def test_last_words_begin_with_the_limit_that_they_tell_of(sleeper: Process) -> None:
+    words = words_of(sleeper, b"Traceback\nRuntimeError: can't start new thread\n")
+    assert words.startswith("cannot start a process or thread: ")
+    assert words.endswith("; original error: Traceback | RuntimeError: can't start new thread")
+
+
 @pytest.mark.parametrize("unit", [b"x", "é".encode(), b"word ", b"\n", b"line\n"])
 def test_last_words_are_bounded(sleeper: Process, unit: bytes) -> None:
     assert len(words_of(sleeper, unit * 1_000_000)) <= 4096

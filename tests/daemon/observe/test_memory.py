@@ -56,6 +56,19 @@ def test_what_a_model_takes(measured: list[Copy], expected: Footing) -> None:
     assert footing(measured) == expected
 
 
+def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    known = Memory(start, lambda: now)
+    for _ in range(2):
+        assert known.look([1], dict).pss is None
+    assert caplog.text.count("the limit of processes and threads is reached") == 1
+    now, start.side_effect = INTERVAL_S, None
+    assert known.look([1], dict).pss is None
+    start.call_args.args[0]()
+    assert known.look([1], dict).pss == 1
+
+
 def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known(kernel: Kernel) -> None:
     now = 0.0
     begun: list[Callable[[], None]] = []

@@ -40,6 +40,7 @@ from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
+from weightd.daemon.host.shortage import explained
 from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
 from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
@@ -333,7 +334,7 @@ class Backend:
     def _give_up(self, name: str, cause: str) -> None:
         """There will be no such child."""
         owner = self._forget_child(name)
-        self._do_later(functools.partial(owner.exited, name, End(None, cause)))
+        self._do_later(functools.partial(owner.exited, name, End(None, explained(cause))))
 
     def _give_up_fork(self, told: Launch, why: str) -> None:
         self._give_up(told.name, f"it cannot be forked: {why}")
@@ -409,6 +410,8 @@ class Backend:
             pid, expected = peer_pid(received.identity), self._pid(name)
             if pid not in (None, expected):
                 return _broken(RemoteProtocolError(f"hello: expected from pid {expected}, got it from {pid}"))
+        if isinstance(message, Broken):
+            return _explained(message)
         return message
 
     def _pid(self, name: str) -> int | None:
@@ -425,6 +428,8 @@ class Backend:
             if isinstance(message, Forked):
                 self._on_forked(name, message)
                 return
+            if isinstance(message, Broken):
+                message = _explained(message)
         except RemoteProtocolError as error:
             self._on_broken_lane(name, error)
             return
@@ -477,6 +482,10 @@ class Backend:
     def _end_stray(self, kept: Kept) -> None:
         with contextlib.suppress(OSError):
             self._end_surplus(kept.name, self._launcher.watch(kept))
+
+
+def _explained(broken: Broken) -> Broken:
+    return dataclasses.replace(broken, cause=clip(explained(broken.cause)))
 
 
 def _broken(error: RemoteProtocolError) -> Broken:

@@ -17,6 +17,7 @@ from weightd.daemon.children.launch import Launch, Program
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.host.ends import End
+from weightd.daemon.host.shortage import explained
 
 _log = logging.getLogger("weightd")
 
@@ -142,6 +143,6 @@ class ForkServers:
         except OSError as error:
             now = time.monotonic()
             server.restarts.died(0.0, now)
-            server.why = f"its fork server cannot be started: {error.strerror or error}"
+            server.why = explained(f"its fork server cannot be started: {error.strerror or error}")
         else:
             server.name, server.since, server.is_up, server.why = name, time.monotonic(), False, ""

@@ -21,6 +21,7 @@ from weightd.daemon.config.ranks import RANK
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
+from weightd.daemon.host.shortage import explained
 
 
 def directory_name(model: str, number: int) -> str:
@@ -61,7 +62,7 @@ class Pinning:
             argv = snapshotter.command(wanted, files.meter, more)
             helpers.ask(self._running, files.directory.name, argv, files.log, tell)
         except (ClaimError, OSError) as error:
-            self._later(functools.partial(owner.pin_failed, source, f"cannot take a snapshot: {error}"))
+            self._later(functools.partial(owner.pin_failed, source, explained(f"cannot take a snapshot: {error}")))
 
     def copied(self, model: str, source: Source) -> Copied | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
@@ -93,7 +94,7 @@ class Pinning:
             taken = []
         if end.status != 0 or not taken:
             files.remove()
-            cause = answer.get("error") or end.words or f"the snapshot {end.how}"
+            cause = explained(answer["error"]) if answer.get("error") else end.words or f"the snapshot {end.how}"
             owner.pin_failed(source, cause, time.monotonic())
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)

@@ -19,6 +19,7 @@ from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.shortage import explained
 from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -251,7 +252,7 @@ class Gates:
         try:
             self._have(launch())
         except OSError as error:
-            _log.error("no zygote can be started, so no gate: %s", error.strerror)
+            _log.error("no gate: %s", explained(f"the zygote cannot be started: {error.strerror}"))
             self._launch_timer.set(now + _LONGEST_DELAY_S)
 
     def _on_news(self, zygote: Zygote) -> None:
@@ -276,7 +277,7 @@ class Gates:
                 _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
                 continue
             del self._by_number[news.number]
-            how = explain(news.status) if news.pid else f"cannot be started: {os.strerror(news.status)}"
+            how = explain(news.status) if news.pid else explained(f"cannot be started: {os.strerror(news.status)}")
             _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
 
     def _end_hung(self, now: float) -> None:

@@ -14,6 +14,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.config.tenants import DEFAULT, TenantConfig
 from weightd.daemon.host.ends import explain
+from weightd.daemon.host.shortage import explained
 from weightd.protocol.version import VERSION
 from weightd.shared.modelfile import Model, ModelFileError
 
@@ -141,7 +142,7 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
             check=False,
         )
     except OSError as error:
-        return f"cannot be run: {error.strerror}"
+        return explained(f"cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
     if done.returncode != 0:

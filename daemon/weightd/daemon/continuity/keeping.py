@@ -20,6 +20,7 @@ from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.continuity.service import KEEPER, Manager
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.processes import Process
+from weightd.daemon.host.shortage import explained
 
 _log = logging.getLogger("weightd")
 
@@ -130,7 +131,7 @@ class Keeping:
         try:
             keeper = link.start(self._directory, *self._others)
         except OSError as error:
-            raise ClaimError(f"cannot start the keeper of the processes: {error}") from None
+            raise ClaimError(explained(f"cannot start the keeper of the processes: {error}")) from None
         self._manager.keep(KEEPER, keeper.descriptor)
         return keeper
 

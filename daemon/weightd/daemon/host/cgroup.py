@@ -1,4 +1,4 @@
-"""What the kernel lets the service take of memory and time: the limits of the control group that the daemon lives in.
+"""What the kernel lets the service take of memory, time and processes: the limits of the daemon's control group.
 
 In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has either. All of it
 is text in files, which may be missing or be something else than this knows: then what they would say is unknown.
@@ -83,6 +83,35 @@ def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
         return None
     free = (_free(directory, _UNIFIED if group.unified else _LEGACY) for directory in group.lineage)
     return min((each for each in free if each is not None), default=None)
+
+
+class TaskLimit(NamedTuple):
+    """How many processes and threads a control group may have, all together.
+
+    Attributes:
+        directory: of the group.
+        limit: the most of them.
+        used: how many there are; None where that is not known.
+    """
+
+    directory: Path
+    limit: int
+    used: int | None
+
+
+def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
+    """Return the smallest limit of processes and threads that holds for the process; None where none is known.
+
+    Args:
+        proc: the directory of the process in /proc.
+    """
+    group = _group(proc, "pids")
+    found: list[TaskLimit] = []
+    for directory in () if group is None else group.lineage:
+        limit = _read(directory / "pids.max", _limit)
+        if limit is not None and limit < _NO_LIMIT:
+            found.append(TaskLimit(directory, limit, _read(directory / "pids.current", _number)))
+    return min(found, key=lambda each: each.limit, default=None)
 
 
 def cores(proc: Path = Path("/proc/self")) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightd.daemon.host import exitwatch
+from weightd.daemon.host.shortage import explained
 from weightd.shared.parent import without_interrupts
 
 # Of a log that may be long, this much tells the cause.
@@ -125,7 +126,7 @@ def reap(process: Process) -> int | None:
 
 
 def last_words(process: Process) -> str:
-    """Return the end of the child's log, on one line."""
+    """Return the end of the child's log, on one line; first the limit of the system that it tells of, if it does."""
     try:
         with process.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
@@ -135,4 +136,4 @@ def last_words(process: Process) -> str:
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     # The last lines tell most; of a dump of stacks it is the first ones that tell where it was.
     dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
-    return " | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES])
+    return explained(" | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES]))

@@ -7,6 +7,7 @@ and holds nothing that a fork would miss; children are started by the loop's thr
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,9 +17,12 @@ from typing import NamedTuple, Protocol
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.life import Life
 from weightd.daemon.host.memory import held, resident_bytes
+from weightd.daemon.host.shortage import explained
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.metrics import Footing
 from weightd.shared.devices import is_cpu
+
+_log = logging.getLogger("weightd")
 
 INTERVAL_S = 60.0
 
@@ -118,7 +122,11 @@ class Memory:
         if now >= self._due and not self._is_measuring:
             self._due, self._is_measuring = now + INTERVAL_S, True
             asked = subject()
-            self._start(lambda: self._measure(own_pids, asked))
+            try:
+                self._start(lambda: self._measure(own_pids, asked))
+            except RuntimeError as error:
+                self._is_measuring = False
+                _log.warning("the memory of the processes is not measured: %s", explained(str(error)))
         return self._found
 
     def _measure(self, own_pids: Sequence[int], asked: Subject) -> None:

@@ -26,6 +26,7 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.host import processes
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.processes import Process
+from weightd.daemon.host.shortage import explained
 from weightd.daemon.host.sockets import bind, peer_pid, receive, send
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
@@ -149,7 +150,8 @@ class Children:
         try:
             self._processes[name] = Direct().start(told)
         except OSError as error:
-            raise Died(f"{name}: cannot start {self._program.python}: {error.strerror}") from None
+            cause = explained(f"cannot start {self._program.python}: {error.strerror}")
+            raise Died(f"{name}: {cause}") from None
 
     def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
@@ -174,7 +176,7 @@ class Children:
         if isinstance(message, kind):
             return message, frames
         if isinstance(message, Broken):
-            raise Refused(f"{name}: {step}: {message.cause}")
+            raise Refused(f"{name}: {step}: {explained(message.cause)}")
         if isinstance(message, Failed):
             raise Refused(f"{name}: {step}: {message.error}")
         raise Confused(f"{name}: {step}: expected {kind.__name__}, got {type(message).__name__}")

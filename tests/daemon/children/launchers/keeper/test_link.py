@@ -411,7 +411,7 @@ def test_there_is_one_keeper_of_a_directory(
     assert wait_until_gone(directory, 0.0)
     assert wait_until_gone(tmp_path / "missing", 0.0)
     keeper = start_keeper()
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(OSError, match="another keeper has the directory"):
         start_keeper()
     assert not wait_until_gone(directory, 0.05)
     assert keeper.kept() == []

@@ -234,7 +234,11 @@ def start(directory: Path, *others: Path) -> Keeper:
     # Out of the way of the numbers that they get in the new process.
     sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # The same errno as of a process that cannot be started.
+            raise OSError(errno.EBUSY, "another keeper has the directory", str(directory)) from None
         with without_interrupts():
             os.posix_spawn(
                 sys.executable,
