@@ -83,6 +83,34 @@ def test_no_process_leaves_weights_or_inputs_in_a_core_dump(service: Service) ->
     assert [key for key, each in found.items() if each != (0, 0)] == []
 
 
+# --- the daemon is stopped --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["daemon", "daemon-and-workers"])
+def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(service: Service, whole: bool) -> None:
+    """As by SIGSTOP, a debugger, `docker pause` or the freezer: each stop is longer than predict_timeout."""
+    workers = [each.pid for each in ready_workers(service, "loop")]
+    before = model_status(service, "loop")
+    stopped = [service.pid, *(workers if whole else ())]
+    with service.client() as client:
+        # Content that is lost with two workers would be refused.
+        for _ in range(2):
+            pending = client.submit("loop", {"n": np.array([A_WHILE // 2])})
+            until(lambda: any(each.in_flight for each in ready_workers(service, "loop")), "it runs")
+            try:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGSTOP)
+                time.sleep(1.3)
+            finally:
+                for pid in stopped:
+                    os.kill(pid, signal.SIGCONT)
+            assert pending.result()["y"] == [A_WHILE // 2]
+    after = model_status(service, "loop")
+    assert [each.pid for each in ready_workers(service, "loop")] == workers
+    assert (after.deaths, after.failed, after.quarantined) == (before.deaths, before.failed, before.quarantined)
+    assert "the daemon did not run for " in service.log
+
+
 # --- workers that hang ------------------------------------------------------------------------------------------------
 
 

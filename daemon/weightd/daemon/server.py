@@ -36,6 +36,7 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
+from weightd.daemon.host import clock
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
@@ -216,6 +217,7 @@ class Server:
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
         self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote)
         self._scrapes = self._tell_scrapes(sockets.metrics)
+        self._loop.on_pause(self._paused)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
@@ -234,10 +236,10 @@ class Server:
         else:
             # They load while snapshots are taken.
             self._backend.prepare(self._config.models.values())
-            self._fleet.start(self._config.models, time.monotonic())
+            self._fleet.start(self._config.models, clock.now())
         if self._file is not None:
-            self._ledger.open(time.monotonic())
-        self._account(time.monotonic())
+            self._ledger.open(clock.now())
+        self._account(clock.now())
 
     def _tell_scrapes(self, listener: socket.socket | None) -> Scrapes | None:
         """Answer who connects there with all that is counted: who reads it is the operator's choice."""
@@ -270,7 +272,7 @@ class Server:
         entries = [name for record in handover.models for name in record.directories]
         self._backend.tidy(children, [*entries, *keeping.entries])
         self._backend.prepare(self._config.models.values())
-        self._fleet.resume(handover.models, self._config.models, time.monotonic())
+        self._fleet.resume(handover.models, self._config.models, clock.now())
         self._herald.resumed(before)
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
@@ -308,6 +310,16 @@ class Server:
                 self._backend.kill_all()
             self._backend.close()
 
+    def _paused(self, seconds: float) -> None:
+        """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
+        _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
+        now = clock.now()
+        for model in self._fleet.everyone():
+            model.desk.scheduler.paused(seconds, now)
+        if self._manager.there:
+            self._herald.paused(seconds)
+            self._sign.set(now)
+
     def _finished(self) -> bool:
         return self._shutdown.ending and (self._keeping is not None or self._backend.is_empty)
 
@@ -322,7 +334,7 @@ class Server:
 
     def _look(self) -> None:
         """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
-        now = time.monotonic()
+        now = clock.now()
         if self._fleet.changing:
             self._fleet.settle(now)
         if self._has_changed:
@@ -405,7 +417,7 @@ class Server:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _on_signals(self, numbers: bytes) -> None:
-        now = time.monotonic()
+        now = clock.now()
         for number in numbers:
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP:
@@ -467,7 +479,7 @@ class Server:
         Raises:
             RequestError: nothing has changed.
         """
-        return ReloadResponse(request_id, *self._reload(time.monotonic()))
+        return ReloadResponse(request_id, *self._reload(clock.now()))
 
     def _reload(self, now: float) -> Change:
         """Read the configuration file again and make it true, and count that.
@@ -563,7 +575,7 @@ class Server:
             found.pss,
         )
         state, uptime = self._standing()
-        return tell(request_id, Moment(state, uptime, time.monotonic()), viewer, counted)
+        return tell(request_id, Moment(state, uptime, clock.now()), viewer, counted)
 
     def _copies(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
         return copies(models, self._backend.processes, self._backend.files)
@@ -605,7 +617,7 @@ class Server:
         return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
 
     def _answer_status(self, survey: Survey) -> None:
-        backend, now = self._backend, time.monotonic()
+        backend, now = self._backend, clock.now()
         self._look_at_loads(now)
         subject = Subject(
             self._fleet.models.values(),

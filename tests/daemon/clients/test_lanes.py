@@ -77,7 +77,7 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
 
 def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("weightd.daemon.clients.lanes.monotonic", lambda: now)
+    monkeypatch.setattr("weightd.daemon.host.clock.now", lambda: now)
     a, lanes = Tenant("a", TenantConfig()), Lanes()
     assert [lanes.are_needed(each) for each in (a, a, None, a)] == [False, False, True, True]
     now = 60.0

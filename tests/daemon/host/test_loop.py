@@ -5,6 +5,7 @@ import fcntl
 import functools
 import gc
 import os
+import select
 import signal
 import socket
 import time
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
+from weightd.daemon.host.clock import TICK_S, Clock
 from weightd.daemon.host.loop import Loop, signals
+from weightd.daemon.host.timers import Timer
 
 
 class Pipe:
@@ -295,6 +298,84 @@ def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: Loop, pipes: list
     loop.run()
     loop.wait(60.0)
     assert (turns, pipes[0].read) == ([1, 2], b"xxx")
+
+
+# --- a process that is stopped --------------------------------------------------------------------------------------
+
+
+class StoppedEpoll:
+    """Reports what is ready only if it is asked not to wait: as `select.epoll` does after a stop beyond the time-out.
+
+    Args:
+        loop: whose it is from now on.
+        real: the clock; each wait takes all of its time, and the first one `stop` seconds more.
+    """
+
+    def __init__(self, loop: Loop, real: list[float], stop: float) -> None:
+        self.waits: list[float] = []
+        self._epoll: select.epoll = vars(loop)["_epoll"]
+        self._real = real
+        self._stop = stop
+        vars(loop)["_epoll"] = self
+
+    def poll(self, seconds: float) -> list[tuple[int, int]]:
+        self.waits.append(seconds)
+        if seconds:
+            self._real[0] += seconds + self._stop
+            self._stop = 0.0
+            return []
+        return self._epoll.poll(0.0)
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[Loop, list[str], StoppedEpoll]:
+    """Return a loop, what will have been called, and its poll: a message waits, and a timer will be due."""
+    real = [1000.0]
+    loop, calls = Loop(Clock(lambda: real[0])), list[str]()
+    loop.add(pipe.reader, lambda: calls.append(f"read {os.read(pipe.reader, 9)!r}"))
+    loop.on_pause(lambda seconds: calls.append(f"stopped for {seconds:g}"))
+    timer = Timer(lambda now: calls.append(f"timer at {now:g}"))
+    timer.set(1000.0 + due)
+    loop.add_timer(timer)
+    os.write(pipe.writer, b"x")
+    return loop, calls, StoppedEpoll(loop, real, stop)
+
+
+def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> None:
+    """The loop is late, but not by so much that it shows."""
+    loop, calls, epoll = stopped_loop(pipes[0], due=0.25, stop=0.25)
+    loop.wait(60.0)
+    assert calls == ["read b'x'", "timer at 1000.5"]
+    assert epoll.waits == [0.25, 0.0]
+    loop.close()
+
+
+@pytest.mark.parametrize("due", [0.25, 0.75, 100.0])
+def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], due: float) -> None:
+    loop, calls, epoll = stopped_loop(pipes[0], due, stop=3600.0)
+    loop.wait(60.0)
+    waited = min(due, TICK_S)
+    assert calls == ["read b'x'", f"stopped for {3600.0 + waited:g}"]
+    while len(calls) == 2:
+        loop.wait(3600.0)
+    assert calls[2:] == [f"timer at {1000.0 + due:g}"]
+    assert max(epoll.waits) == waited
+    loop.close()
+
+
+def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
+    real = [1000.0]
+    loop, calls = Loop(Clock(lambda: real[0])), list[float]()
+    timer = Timer(calls.append)
+    timer.set(1001.0)
+    loop.add_timer(timer)
+    loop.soon(lambda: real.__setitem__(0, 1009.0))
+    loop.on_pause(lambda seconds: (calls.append(seconds), timer.set(0.0)))
+    loop.wait(0.0)
+    assert calls == [9.0, 1000.0]
+    loop.close()
 
 
 # --- signals --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from time import monotonic
 from typing import Any
 
 import zmq
@@ -35,7 +34,7 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.host import processes
+from weightd.daemon.host import clock, processes
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
@@ -260,7 +259,7 @@ class Backend:
             self._by_lane_alone.add(name)
         server = None if program.why_spawned else self._servers.find(program)
         if template:
-            self._nursery.fork(Wanted(told, template, monotonic() + FORK_TIMEOUT_S, self._give_up_fork))
+            self._nursery.fork(Wanted(told, template, clock.now() + FORK_TIMEOUT_S, self._give_up_fork))
         elif server is not None and server.name:
             due = self._servers.due(server.name, has_lane=self._lanes.is_open(server.name))
             self._nursery.fork(Wanted(told, server.name, due, self._start))
@@ -321,7 +320,7 @@ class Backend:
 
     def _tell_later(self) -> None:
         later, self._later = self._later, []
-        now = monotonic()
+        now = clock.now()
         for tell in later:
             tell(now)
 
@@ -376,7 +375,7 @@ class Backend:
 
     def _on_messages(self) -> int:
         """Read a batch of messages; return how many there were."""
-        now = monotonic()
+        now = clock.now()
         count = 0
         for received in receive(self._socket):
             count += 1
@@ -434,7 +433,7 @@ class Backend:
             self._on_broken_lane(name, error)
             return
         if name in self._owners:
-            self._owners[name].heard(name, message, frames[_TENSORS], monotonic())
+            self._owners[name].heard(name, message, frames[_TENSORS], clock.now())
 
     def _on_forked(self, name: str, forked: Forked) -> None:
         if any(process.pid == forked.pid for process in self.processes.values()):
@@ -443,7 +442,7 @@ class Backend:
 
     def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
         if name in self._owners:
-            self._owners[name].heard(name, _broken(error), (), monotonic())
+            self._owners[name].heard(name, _broken(error), (), clock.now())
         else:
             _log.warning("%s: it broke the protocol: %s", name, error)
             self._running.kill(name)
@@ -462,7 +461,7 @@ class Backend:
             end = dataclasses.replace(end, words=f"{end.words}; {hint}")
         # First: whom it has not forked would be ended else for nothing.
         self._nursery.lost(name)
-        owner.exited(name, end, monotonic())
+        owner.exited(name, end, clock.now())
 
     def _reap(self, name: str) -> End:
         """Wait for a process that has exited, and for what it has forked and could not tell any more."""

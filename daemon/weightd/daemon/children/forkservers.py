@@ -7,7 +7,6 @@ are spawned, for that reason.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from weightd.daemon.children import launch
 from weightd.daemon.children.launch import Launch, Program
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.restarts import Restarts
+from weightd.daemon.host import clock
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
 
@@ -93,7 +93,7 @@ class ForkServers:
     def find(self, program: Program) -> ForkServer | None:
         """Return the one for this program, started anew if that is due; None if no model wants it."""
         server = self._all.get((program.python, program.engine))
-        if server is not None and not server.name and server.restarts.due <= time.monotonic():
+        if server is not None and not server.name and server.restarts.due <= clock.now():
             self._start(server)
         return server
 
@@ -109,7 +109,7 @@ class ForkServers:
             has_lane: whether it has connected its lane, which it does when it has loaded everything.
         """
         server = self._of(name)
-        due = time.monotonic() + FORK_TIMEOUT_S
+        due = clock.now() + FORK_TIMEOUT_S
         return due if server is None or has_lane or server.is_up else max(due, server.since + START_TIMEOUT_S)
 
     def forked(self, name: str) -> None:
@@ -124,7 +124,7 @@ class ForkServers:
         server = self._of(name)
         if server is None:
             return
-        now = time.monotonic()
+        now = clock.now()
         server.restarts.died(now - server.since, now)
         server.name, server.why = "", f"its fork server is lost: {end}"
         _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, end)
@@ -141,8 +141,8 @@ class ForkServers:
         try:
             self._start_process(launch.fork_server(server.python, server.engine, name, self._address, log))
         except OSError as error:
-            now = time.monotonic()
+            now = clock.now()
             server.restarts.died(0.0, now)
             server.why = explained(f"its fork server cannot be started: {error.strerror or error}")
         else:
-            server.name, server.since, server.is_up, server.why = name, time.monotonic(), False, ""
+            server.name, server.since, server.is_up, server.why = name, clock.now(), False, ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK
 from weightd.daemon.generations.plan import Source
+from weightd.daemon.host import clock
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
@@ -95,13 +95,11 @@ class Pinning:
         if end.status != 0 or not taken:
             files.remove()
             cause = explained(answer["error"]) if answer.get("error") else end.words or f"the snapshot {end.how}"
-            owner.pin_failed(source, cause, time.monotonic())
+            owner.pin_failed(source, cause, clock.now())
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
         snapshot = _snapshot(config, source, files, taken)
-        self._probing.ask(
-            config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, time.monotonic())
-        )
+        self._probing.ask(config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, clock.now()))
 
 
 def _models(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from weightd.daemon.clients.connection import Connection, Identity, unix_identit
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
+from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
@@ -120,7 +120,7 @@ class Connections:
         incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
         takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
-        found = self._by_key[key] = Connection(key, stream, identity, time.monotonic())
+        found = self._by_key[key] = Connection(key, stream, identity, clock.now())
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
@@ -147,7 +147,7 @@ class Connections:
             self._loop.add(connection.stream.fileno(), functools.partial(self._leave, connection))
 
     def _log_hang_up(self, connection: Connection, why: str) -> None:
-        untold = self._hang_ups.tell(connection.user, time.monotonic())
+        untold = self._hang_ups.tell(connection.user, clock.now())
         if untold is not None:
             more = f" ({untold} more of {connection.user} since the last such line)" if untold else ""
             _log.warning("a connection of %s is hung up: %s%s", connection.origin.near, why, more)
@@ -162,9 +162,9 @@ class Connections:
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
         self._let_go()
-        deadline = time.monotonic() + _LINGER_S
-        while any(each.unread for each in self) and time.monotonic() < deadline:
-            self._loop.wait(deadline - time.monotonic())
+        deadline = clock.now() + _LINGER_S
+        while any(each.unread for each in self) and clock.now() < deadline:
+            self._loop.wait(deadline - clock.now())
         for each in self:
             self._loop.remove(each.stream.fileno())
             self._close(each.stream)
@@ -217,7 +217,7 @@ class Connections:
         """Handle what one connection has sent, for a moment, where several tenants speak."""
         if not self._lanes:
             return
-        begin = time.monotonic()
+        begin = clock.now()
         tenant, connection = self._lanes.take()
         is_done = self._handle(connection, begin + _SLICE_S)
         if connection.waits:
@@ -226,7 +226,7 @@ class Connections:
                 self._loop.resume(connection.stream.fileno())
             else:
                 self._lanes.wait(connection)
-        self._lanes.spent(tenant, time.monotonic() - begin)
+        self._lanes.spent(tenant, clock.now() - begin)
         if self._lanes:
             self._loop.soon(self._serve)
 
@@ -240,7 +240,7 @@ class Connections:
                 # That was its last.
                 messages.clear()
                 return True
-            if messages and until < math.inf and time.monotonic() >= until:
+            if messages and until < math.inf and clock.now() >= until:
                 connection.backlog = messages
                 return False
         if connection.stream.descriptors:

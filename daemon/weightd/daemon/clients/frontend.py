@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any, Protocol
 
 from weightd.daemon.clients.access import LOST, Access, check_infer
@@ -20,6 +19,7 @@ from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.host import clock
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -153,7 +153,7 @@ class Frontend:
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT)
-        self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(monotonic()))
+        self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(clock.now()))
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
         calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
@@ -196,7 +196,7 @@ class Frontend:
         self._connections.introduce_again()
         may_not = self._access.revoked(self._connections.get, before)
         for model in self._fleet.everyone():
-            model.shed(may_not, PermissionDenied(LOST), monotonic())
+            model.shed(may_not, PermissionDenied(LOST), clock.now())
             model.turn_away(functools.partial(self._is_hidden, model.name), PermissionDenied(LOST))
 
     def _is_hidden(self, model: str, client: bytes) -> bool:
@@ -274,7 +274,7 @@ class Frontend:
 
     def _on_message(self, connection: Connection, received: Message) -> None:
         frames, lengths = received
-        now = monotonic()
+        now = clock.now()
         tenant = connection.tenant
         if tenant is None:
             self._turn_away(connection, frames, connection.refusal)
@@ -473,7 +473,7 @@ class Frontend:
     def _on_gone(self, connection: Connection) -> None:
         self._access.leaves(connection)
         for model in self._fleet.everyone():
-            model.vanished(connection.key, monotonic())
+            model.vanished(connection.key, clock.now())
         self.regions.forget(connection.key)
 
     def _unmap_closed(self) -> None:
@@ -511,7 +511,7 @@ class Frontend:
     def _shed(self, client: bytes) -> None:
         error = ResourceExhausted(_FULL, retry_after=_RETRY_S)
         for model in self._fleet.everyone():
-            model.shed(lambda request: request.client == client, error, monotonic())
+            model.shed(lambda request: request.client == client, error, clock.now())
 
     def _tell(
         self,

@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from weightd.daemon.gate import link
 from weightd.daemon.gate.doorman import PATIENCE_S
 from weightd.daemon.gate.link import PeerIdentity, Said, Terms
 from weightd.daemon.gate.zygote import Zygote, launch
+from weightd.daemon.host import clock
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop
@@ -138,7 +138,7 @@ class Gates:
             loop.add_timer(timer)
         for post in self._posts:
             post.due = 0.0
-        self._start_due(time.monotonic())
+        self._start_due(clock.now())
 
     @property
     def gates(self) -> Sequence[Gate]:
@@ -213,7 +213,7 @@ class Gates:
         try:
             messages = stream.receive()
         except ConnectionError:
-            self._replace(post, time.monotonic())
+            self._replace(post, clock.now())
             return
         for message in messages:
             said = link.of_gate(message.frames[0])
@@ -266,7 +266,7 @@ class Gates:
             self._zygote = None
             self._by_number.clear()
             self._asked.clear()
-            self._launch(time.monotonic())
+            self._launch(clock.now())
             return
         for message in messages:
             news = link.of_zygote(message.frames[0])

@@ -7,10 +7,9 @@ had least of that time, by its weight: a clock like that of a device. Plain deci
 
 from __future__ import annotations
 
-from time import monotonic
-
 from weightd.daemon.clients.connection import Connection
 from weightd.daemon.config.tenants import LEAST_WEIGHT, TenantConfig
+from weightd.daemon.host import clock
 from weightd.daemon.requests.shares import SEVERAL_S, Clock
 from weightd.daemon.tenants.tenant import Tenant
 
@@ -35,11 +34,11 @@ class Lanes:
         tenant = tenant or _NOBODY
         if tenant is not self._last:
             if self._last is not None:
-                self._several_until = monotonic() + SEVERAL_S
+                self._several_until = clock.now() + SEVERAL_S
             self._last = tenant
         elif self._several_until < 0.0:
             return False
-        if monotonic() < self._several_until:
+        if clock.now() < self._several_until:
             return True
         self._several_until = -float("inf")
         return bool(self._lanes)

@@ -57,6 +57,10 @@ class Herald:
         """These serve already: what is new beside them and cannot be loaded is no reason to end them."""
         self._resumed = frozenset(models)
 
+    def paused(self, seconds: float) -> None:
+        """The process did not run for so long: the manager's time went on."""
+        self._next_sign -= seconds
+
     def look(
         self, models: Iterable[Model], now: float, note: str = "", far: Callable[[Life], str] = lambda _: ""
     ) -> list[str]:

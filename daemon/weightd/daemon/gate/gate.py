@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import socket
-import time
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from weightd.daemon.gate.peers import Connection, Peers
 from weightd.daemon.gate.reader import Reader
 from weightd.daemon.gate.unread import Unread
 from weightd.daemon.gate.upkeep import Upkeep
+from weightd.daemon.host import clock
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.shared import multipart
@@ -97,8 +97,8 @@ class Gate:
         """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
         while self._ends_at == _NEVER:
             self._loop.wait()
-        while self._lanes and time.monotonic() < self._ends_at:
-            self._loop.wait(self._ends_at - time.monotonic())
+        while self._lanes and clock.now() < self._ends_at:
+            self._loop.wait(self._ends_at - clock.now())
 
     def close(self) -> None:
         """Close what is not the caller's."""
@@ -109,7 +109,7 @@ class Gate:
 
     def _on_clients(self) -> None:
         """Clients have sent something, or the library has other news."""
-        now = time.monotonic()
+        now = clock.now()
         for _ in range(_BATCH):
             received = self._reader.read()
             if received is None:
@@ -166,7 +166,7 @@ class Gate:
             self._unsent.pop(lane, None)
             self._loop.unwatch_writes(lane.stream.fileno())
         elif lane.unsent < before:
-            self._unsent[lane] = time.monotonic()
+            self._unsent[lane] = clock.now()
         self._go_on()
 
     def _go_on(self) -> None:
@@ -208,7 +208,7 @@ class Gate:
         self._waiting[lane] = None
         self._loop.pause(lane.stream.fileno())
         self._retry_in = _RETRY_S
-        self._retry.set(time.monotonic() + self._retry_in)
+        self._retry.set(clock.now() + self._retry_in)
         while self._kept() > self._terms.max_memory_bytes:
             users: dict[str, int] = {}
             for each in self._waiting:
@@ -237,7 +237,7 @@ class Gate:
             lane = self._lanes.get(connection)
             if lane is not None:
                 self._forget(lane)
-        self._upkeep.seen(time.monotonic())
+        self._upkeep.seen(clock.now())
         self._doorman.look()
 
     def _meet(self, connection: Connection) -> Lane | None:
@@ -272,7 +272,7 @@ class Gate:
 
     def _let_go(self, lane: Lane) -> None:
         """Close a client's stream, and its connection when what it was told has left."""
-        self._leaving.append((time.monotonic() + _FAREWELL_S, lane.connection))
+        self._leaving.append((clock.now() + _FAREWELL_S, lane.connection))
         self._farewell.set(self._leaving[0][0])
         self._forget(lane)
 
@@ -320,7 +320,7 @@ class Gate:
             self._loop.remove(self._link.fileno())
             if not self._paused:
                 self._pause()
-            self._ends_at = time.monotonic() + LINGER_S
+            self._ends_at = clock.now() + LINGER_S
 
     def _kept(self) -> int:
         return sum(each.nbytes for each in self._waiting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import zmq
@@ -11,6 +10,7 @@ from weightd.daemon.gate import kernel
 from weightd.daemon.gate.handshakes import Handshakes, mark
 from weightd.daemon.gate.kernel import Handle
 from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.host import clock
 from weightd.shared import monitor
 
 
@@ -84,7 +84,7 @@ class Peers:
         self,
         socket: zmq.Socket[bytes],
         keys: Iterable[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.now,
     ) -> None:
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._handshakes = Handshakes(socket, keys)

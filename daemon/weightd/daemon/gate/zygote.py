@@ -15,13 +15,13 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from weightd.daemon.gate import link, process
 from weightd.daemon.gate.confinement import name_process
 from weightd.daemon.gate.gate import LINGER_S
+from weightd.daemon.host import clock
 from weightd.shared import signals
 from weightd.shared.parent import die_with, without_interrupts
 from weightd.shared.stream import Stream
@@ -83,7 +83,7 @@ class Zygote:
         ended = select.poll()
         # Not what it still has to say, only the hangup.
         ended.register(self.stream, 0)
-        if not ended.poll(1000 * (_PATIENCE_S + 1.0)):
+        if not clock.poll(ended, _PATIENCE_S + 1.0):
             self.kill()
         self.stream.close()
         with contextlib.suppress(ChildProcessError):
@@ -178,10 +178,13 @@ class _Nursery:
         self._poll.register(exits, select.POLLIN)
         self._poll.register(self._stream, select.POLLIN)
         while self._gates or self._ends_at == _NEVER:
-            left = self._ends_at - time.monotonic()
-            if left <= 0:
+            if self._ends_at == _NEVER:
+                ready = self._poll.poll()
+            else:
+                ready = clock.poll(self._poll, self._ends_at - clock.now())
+            if not ready:
                 return
-            for descriptor, _ in self._poll.poll(None if left == _NEVER else 1000 * left):
+            for descriptor, _ in ready:
                 if descriptor == self._stream.fileno():
                     self._listen()
                 else:
@@ -194,7 +197,7 @@ class _Nursery:
                 self._make(*link.of_daemon(message.frames))
         except ConnectionError:
             self._poll.unregister(self._stream)
-            self._ends_at = time.monotonic() + _PATIENCE_S
+            self._ends_at = clock.now() + _PATIENCE_S
 
     def _make(self, number: int, terms: link.Terms) -> None:
         taken = self._stream.descriptors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-import time
 from collections.abc import Callable
 
+from weightd.daemon.host import clock
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 
@@ -67,7 +67,7 @@ class Accepting:
         if self._pause.due == _NEVER:
             _log.error("nobody can be let in at %s: %s", self._listener.getsockname(), error.strerror)
             self._loop.pause(self._listener.fileno())
-            self._pause.set(time.monotonic() + _PAUSE_S)
+            self._pause.set(clock.now() + _PAUSE_S)
 
     def _resume(self, _: float) -> None:
         self._loop.resume(self._listener.fileno())

@@ -8,10 +8,10 @@ import os
 import select
 import signal
 from collections.abc import Callable, Generator
-from time import monotonic
 
 import zmq
 
+from weightd.daemon.host.clock import Clock, process_clock
 from weightd.daemon.host.timers import Timer, Timers
 
 _LONGEST_WAIT_S = 3600.0
@@ -34,16 +34,26 @@ class Loop:
     All descriptors stand in one epoll, and all times in one heap: a hundred children, a thousand connections or a
     thousand models cost a wake-up no more than one. A descriptor's handler is called again and again until nothing is
     left to read, or room to write; so it need not do everything at once.
+
+    Timers go by a clock that stands still while this process does not run. If the time-out of a poll is over, the loop
+    polls once more without waiting before it runs timers: what has arrived while it was late is handled first.
+
+    Args:
+        clock: of the timers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or process_clock()
+        # How much of it had been stopped when that was last looked at.
+        self._stopped = self._clock.stopped
+        self._on_pause: Callable[[float], object] = lambda _: None
         self._epoll = select.epoll()
         self._timers = Timers()
         # The soonest is the first. There always is one: nothing is waited for longer than the kernel can count.
         self._due = self._timers.heap
         self._rest = Timer(self._rest_again)
         self._timers.add(self._rest)
-        self._rest_again(monotonic())
+        self._rest_again(self._clock.now())
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
         # What is waited for, by descriptor.
@@ -134,12 +144,22 @@ class Loop:
         """Call `handler` at the end of each turn from now on, whatever has happened in it, until there is another."""
         self._each_turn = handler
 
+    def on_pause(self, handler: Callable[[float], object]) -> None:
+        """Call `handler` with a number of seconds after the process did not run for so long.
+
+        What had arrived by then has been handled, as far as one poll tells; timers that are due have not been called.
+        """
+        self._on_pause = handler
+
     def run(self) -> None:
         """Wait, and call handlers, until one of them has called `stop`."""
         self._runs = True
-        due = self._due
+        due, now = self._due, self._clock.now
+        now()
+        # What comes before the first turn does not hear and does not judge.
+        self._stopped = self._clock.stopped
         while self._runs:
-            self._turn(due[0][0] - monotonic())
+            self._turn(due[0][0] - now())
 
     def stop(self) -> None:
         """Let this turn be the last one of `run`."""
@@ -147,7 +167,7 @@ class Loop:
 
     def wait(self, seconds: float = _LONGEST_WAIT_S) -> None:
         """Wait at most `seconds`, and call the handler of each source that is ready, then of each timer that is due."""
-        self._turn(min(seconds, self._due[0][0] - monotonic()))
+        self._turn(min(seconds, self._due[0][0] - self._clock.now()))
 
     def close(self) -> None:
         """Give the epoll descriptor back."""
@@ -158,20 +178,43 @@ class Loop:
             self._ask()
         if self._soon or seconds < 0.0:
             seconds = 0.0
-        # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
-        ready = self._ready = dict(self._epoll.poll(seconds))
-        for descriptor, events in ready.items():
+        self._call_ready(self._poll(seconds))
+        clock = self._clock
+        now = clock.now()
+        if clock.stopped != self._stopped:
+            self._tell_pause()
+        if self._due[0][0] <= now:
+            self._timers.run(now)
+        if self._each_turn is not None:
+            self._each_turn()
+
+    def _poll(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until something is ready, at most for so long, or until it shows that the process was stopped."""
+        epoll, clock = self._epoll, self._clock
+        end = clock.now() + seconds
+        while True:
+            # The kernel's clock has milliseconds, and Python rounds up: a wait never ends early.
+            ready = epoll.poll(clock.wait(seconds))
+            seconds = end - clock.now()
+            if ready:
+                return ready
+            if seconds <= 0.0 or clock.stopped != self._stopped:
+                # If the time-out ended while the process was stopped, Python returns nothing, whatever is ready.
+                return epoll.poll(0.0)
+
+    def _call_ready(self, ready: list[tuple[int, int]]) -> None:
+        self._ready = dict(ready)
+        for descriptor, events in self._ready.items():
             if events & _OUT:
                 self._writable(descriptor)
             else:
                 self._readers[descriptor]()
         if self._soon:
             self._call_soon()
-        now = monotonic()
-        if self._due[0][0] <= now:
-            self._timers.run(now)
-        if self._each_turn is not None:
-            self._each_turn()
+
+    def _tell_pause(self) -> None:
+        seconds, self._stopped = self._clock.stopped - self._stopped, self._clock.stopped
+        self._on_pause(seconds)
 
     def _ask(self) -> None:
         for socket, handler in self._sockets.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -16,7 +15,7 @@ from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.progress import proved
 from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host import cgroup
+from weightd.daemon.host import cgroup, clock
 from weightd.daemon.host.memory import resident_bytes
 from weightd.daemon.host.processes import Process
 from weightd.daemon.models import rows
@@ -137,7 +136,7 @@ def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
         p50_us=model.desk.latencies.percentile_us(50),
         p99_us=model.desk.latencies.percentile_us(99),
         deaths=model.deaths,
-        quarantined=model.desk.guard.quarantine.count(time.monotonic()),
+        quarantined=model.desk.guard.quarantine.count(clock.now()),
         note=clip(_note(model)),
         weights=clip(model.source.weights),
         executions=_executions(model.desk.scheduler.tally),
@@ -151,7 +150,7 @@ def _executions(tally: Tally) -> ExecutionsStatus:
 
 
 def _note(model: Model) -> str:
-    suspects = ", ".join(model.desk.guard.suspects.names(time.monotonic()))
+    suspects = ", ".join(model.desk.guard.suspects.names(clock.now()))
     blame = f"workers were lost to requests of {suspects}" if suspects else ""
     return "; ".join(each for each in (model.note, blame) if each)
 

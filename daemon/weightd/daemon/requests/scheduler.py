@@ -25,6 +25,9 @@ from weightd.daemon.requests.tally import Tally
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
+# A request that runs is not given up earlier than this after the daemon was stopped: its answer may have to be read.
+_GRACE_S = 0.5
+
 # When it is due to look at what is aside.
 AT_ONCE = 0.0
 
@@ -241,6 +244,14 @@ class Scheduler:
             (request, DeadlineExceeded(f"was {'running' if ran else 'waiting in the queue'} at its deadline"))
             for request, ran in ended
         ]
+
+    def paused(self, seconds: float, now: float) -> None:
+        """The clock stood still for so long, but the clients' time went on: bring their deadlines forward."""
+        running = {part.request for seat in self.seats for job in seat.jobs.values() for part in job.awaited}
+        for request in {*self.line, *running}:
+            least = now + _GRACE_S if request in running else -math.inf
+            request.deadline = min(request.deadline, max(request.deadline - seconds, least))
+            self._ends_by(request)
 
     def end(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
         """Take out each request that is `unfit`, wherever it is; return it with whether a seat is running it."""

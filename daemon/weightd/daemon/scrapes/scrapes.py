@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import socket
-import time
 from collections.abc import Callable
 
+from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
@@ -65,7 +65,7 @@ class Scrapes:
         page: Page,
         *,
         is_loopback: bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.now,
     ) -> None:
         self._loop = loop
         self._page = page

@@ -9,7 +9,6 @@ import os
 import select
 import shutil
 import tempfile
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.launch import Program
 from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.generations.actions import Role
-from weightd.daemon.host import processes
+from weightd.daemon.host import clock, processes
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.shortage import explained
@@ -191,12 +190,12 @@ class Children:
         process = self._processes.get(name)
         if process is None:
             raise Died(f"{name}: {step}: it has ended before")
-        deadline = time.monotonic() + self._limit
+        deadline = clock.now() + self._limit
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(process.pidfd, zmq.POLLIN)
         while not self._heard[name]:
-            events = dict(poller.poll(math.ceil(max(0.0, deadline - time.monotonic()) * 1000)))
+            events = dict(poller.poll(math.ceil(clock.wait(deadline - clock.now()) * 1000)))
             if process.pidfd in events:
                 # What it said before it died counts, and may still be on its way through libzmq.
                 self._socket.poll(_LAST_WORDS_MS)
@@ -205,7 +204,7 @@ class Children:
                 words = processes.last_words(process)
                 end = End(self._reap(name))
                 raise Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""), end)
-            if not self._heard[name] and time.monotonic() >= deadline:
+            if not self._heard[name] and clock.now() >= deadline:
                 words = processes.last_words(process)
                 log = f"its log ends: {words}" if words else "its log is empty"
                 raise Hung(f"{name}: {step}: no answer within {self._limit:g} s; {log}")
@@ -226,7 +225,9 @@ class Children:
 
     def _reap(self, name: str) -> int | None:
         process = self._processes.pop(name)
-        if not select.select([process.pidfd], [], [], _END_LIMIT_S)[0]:
+        ended = select.poll()
+        ended.register(process.pidfd, select.POLLIN)
+        if not clock.poll(ended, _END_LIMIT_S):
             self.survivors.append(process.pid)
             with contextlib.suppress(OSError):
                 os.close(process.pidfd)

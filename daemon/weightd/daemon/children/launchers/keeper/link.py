@@ -21,6 +21,7 @@ from typing import Any, cast
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import process
 from weightd.daemon.children.launchers.launcher import Kept
+from weightd.daemon.host import clock
 from weightd.daemon.host.processes import Process
 from weightd.shared.parent import without_interrupts
 
@@ -65,6 +66,8 @@ class Keeper:
     def __init__(self, descriptor: int) -> None:
         self._link = socket.socket(fileno=descriptor)
         self._link.settimeout(_PATIENCE_S)
+        self._readable = select.poll()
+        self._readable.register(self._link, select.POLLIN)
         # What has come of lines that are not read yet.
         self._received = b""
         # The last descriptor that has come; it belongs to the last answer.
@@ -169,7 +172,7 @@ class Keeper:
         hangup = select.poll()
         # Not what it still has to say.
         hangup.register(self._link, 0)
-        return bool(hangup.poll(1000 * seconds))
+        return bool(clock.poll(hangup, seconds))
 
     def _reap(self, pid: int) -> int | None:
         try:
@@ -195,6 +198,9 @@ class Keeper:
         while True:
             line, newline, rest = self._received.partition(b"\n")
             if not newline:
+                # The time-out of `recv` would go on while this process is stopped.
+                if not clock.poll(self._readable, _PATIENCE_S):
+                    raise OSError("timed out")
                 more, descriptors, flags, _ = socket.recv_fds(self._link, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
                 if descriptors or flags & socket.MSG_CTRUNC:
                     self._drop_descriptor()
@@ -270,7 +276,7 @@ def wait_until_gone(directory: Path, seconds: float) -> bool:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    deadline = time.monotonic() + seconds
+    deadline = clock.now() + seconds
     told = False
     try:
         while True:
@@ -280,7 +286,7 @@ def wait_until_gone(directory: Path, seconds: float) -> bool:
                 if not told:
                     _log.info("waiting for the processes of the daemon before this one to end")
                     told = True
-                if time.monotonic() >= deadline:
+                if clock.now() >= deadline:
                     return False
                 time.sleep(0.02)
             else:
