@@ -8,8 +8,10 @@ import inspect
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
-from typing import Any, Coroutine, List, TypeVar
+from typing import Any, Coroutine, List, Optional, Sequence, TypeVar
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from weightd.client.session import Session
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ReadyResponse
 from weightd.protocol.messages.data import Cancel, Error, Infer
+from weightd.protocol.messages.types import ClientMessage
 
 X = np.arange(6, dtype=np.float32)
 
@@ -252,3 +255,39 @@ def test_another_loop_is_refused_while_it_is_connected(daemon: FakeDaemon) -> No
 def test_asyncio_is_for_those_who_use_it() -> None:
     script = "import sys, weightd.client; assert 'asyncio' not in sys.modules; weightd.client.AsyncClient"
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before it is called again."""
+    is_stopped = threading.Event()
+
+    def answer(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
+        assert is_stopped.wait(LIMIT_S)
+        return echo(message, tensors)
+
+    async def test() -> None:
+        async with AsyncClient(daemon.address) as client:
+            assert np.array_equal((await client.infer("m", {"x": X}))["x"], X)
+            selector = vars(asyncio.get_running_loop())["_selector"]
+            select = selector.select
+
+            def stopped(timeout: Optional[float]) -> Any:
+                if timeout and not is_stopped.is_set():
+                    is_stopped.set()
+                    time.sleep(timeout + 0.2)
+                    return []
+                return select(timeout)
+
+            daemon.handle = answer if answers else silent
+            monkeypatch.setattr(selector, "select", stopped)
+            call = client.infer("m", {"x": X}, timeout=0.3)
+            if answers:
+                assert np.array_equal((await call)["x"], X)
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    await call
+
+    run(test())

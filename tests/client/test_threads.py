@@ -13,6 +13,7 @@ import pytest
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd.client import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
 from weightd.client.session import Session
+from weightd.client.turns import Turn
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.types import ClientMessage
 
@@ -167,3 +168,45 @@ def test_who_cannot_send_neither_holds_up_nor_is_left_by_who_reads(
     assert isinstance(stopped.exception(LIMIT_S), DeadlineExceeded)
     goes_on.set()
     assert all(len(each.result(LIMIT_S)["x"]) == len(large) for each in sending)
+
+
+# --- a process that is stopped --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
+    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """The kernel ends a wait at its time-out, whoever was stopped; what was sent before is there a moment later."""
+    daemon.handle = silent
+    stops = [True]
+
+    def oversleep(seconds: float) -> None:
+        time.sleep(seconds + 0.2)
+        for _ in range(1 if reads else 2):
+            message, tensors = daemon.next()
+            if model_of(message) == "m":
+                threading.Timer(0.1, daemon.send, echo(message, tensors)[0]).start()
+
+    class StoppedPoll:
+        def poll(self, wait: float) -> List[Any]:
+            if wait and stops and stops.pop():
+                oversleep(wait / 1000)
+                return []
+            return poller.poll(wait)
+
+    poller = client._exchange._poller  # pyright: ignore[reportPrivateUsage]
+    if reads:
+        monkeypatch.setattr(client._exchange, "_poller", StoppedPoll())  # pyright: ignore[reportPrivateUsage]
+    else:
+        other = pool.submit(asks, client, "other", 5.0)
+        until_all_wait(client, 1)
+        sleep = Turn.sleep
+        monkeypatch.setattr(
+            Turn, "sleep", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
+        )
+    assert np.array_equal(asks(client, timeout=0.2)["x"], X)
+    assert not stops
+    if not reads:
+        client.close()
+        assert isinstance(other.exception(LIMIT_S), ClientClosed)

@@ -36,7 +36,7 @@ from weightd.client.curve import KeyFile
 from weightd.client.inputs import Untyped, typed
 from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
 from weightd.client.retry import Attempts, Retry, checked
-from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session
+from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, extended
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -527,8 +527,18 @@ class AsyncClient(Uncopied):
                 self._waiting.remove(changed)
 
     async def _until(self, happens: asyncio.Future[bool], deadline: float, late: Callable[[], WeightdError]) -> None:
-        wait = max(0.0, deadline - time.monotonic())
-        timer = self._running_loop().call_later(wait, partial(_end, happens, in_time=False))
+        loop, began = self._running_loop(), time.monotonic()
+
+        def expire() -> None:
+            nonlocal timer
+            later = extended(began, deadline)
+            if later is None:
+                _end(happens, in_time=False)
+            else:
+                # The loop runs this before it reads what has come while it was stopped.
+                timer = loop.call_later(later - time.monotonic(), partial(_end, happens, in_time=False))
+
+        timer = loop.call_later(max(0.0, deadline - began), expire)
         try:
             if not await happens:
                 raise late()

@@ -16,7 +16,7 @@ from typing import Any, Generator, cast
 
 from weightd.client.connection import Connection, Gone
 from weightd.client.core import Call, Question
-from weightd.client.session import BUSY_S, LOST, Session
+from weightd.client.session import BUSY_S, LOST, Session, extended
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
 from weightd.protocol.errors import Unavailable
@@ -74,12 +74,16 @@ class Exchange:
 
     def wait(self, call: Call, deadline: float) -> Any:
         """Return the call's answer; where it is our turn, read until it is there."""
+        began = monotonic()
         turn = self._turns.enter(call)
-        if turn is None or self._follow(turn, deadline):
+        if turn is None or self._follow(turn, began, deadline):
             try:
                 while not call.done:
                     if not self._step(deadline):
-                        raise self._session.no_answer()
+                        later = extended(began, deadline)
+                        if later is None:
+                            raise self._session.no_answer()
+                        deadline = later
             finally:
                 if self._turns.leave():
                     self._tell_the_stuck()
@@ -228,10 +232,16 @@ class Exchange:
         finally:
             making.close()
 
-    def _follow(self, turn: Turn, deadline: float) -> bool:
+    def _follow(self, turn: Turn, began: float, deadline: float) -> bool:
         """Wait until the call is done, or it is our turn; return whether that is so."""
         try:
-            turn.sleep(deadline - monotonic())
+            while True:
+                turn.sleep(deadline - monotonic())
+                later = None if turn.reads or turn.call.done else extended(began, deadline)
+                if later is None:
+                    break
+                # The one who reads was stopped, too.
+                deadline = later
         except BaseException:
             if self._turns.give_up(turn) and self._turns.leave():
                 self._tell_the_stuck()

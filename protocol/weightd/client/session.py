@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from time import monotonic
 from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
@@ -37,6 +38,12 @@ LOST = (Unavailable, RemoteProtocolError)
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 _MAX_GRACE_S = 0.5
+
+# A wait that ends so late shows that this process did not run.
+_OVERSLEPT_S = 0.1
+
+# For reading an answer that has come meanwhile, the rest of a long one included.
+_CATCH_UP_S = 0.5
 
 
 class WrongProcess(WeightdError):
@@ -227,6 +234,15 @@ class Session:
     def no_answer(self) -> DeadlineExceeded:
         """Return the error of who has waited in vain for an answer."""
         return DeadlineExceeded(f"no answer from {self.address.given} in time: the daemon does not answer")
+
+
+def extended(began: float, deadline: float) -> Optional[float]:
+    """Return a later deadline for a wait since `began` that has ended without an answer; None if it was long enough.
+
+    If this process was stopped beyond the deadline, the answer may have come in time and wait in the socket.
+    """
+    now = monotonic()
+    return now + _CATCH_UP_S if began < deadline < now - _OVERSLEPT_S else None
 
 
 def _disown() -> None:

@@ -40,7 +40,10 @@ class Waker:
         """Wait; return whether that had an end by the deadline."""
         wait = (deadline - monotonic()) * 1000
         # It waits for milliseconds, and not less than it is told. A negative number would be for ever.
-        ready = poller.poll(wait if wait > 0 else 0)
+        ready = poller.poll(wait) if wait > 0 else []
+        if not ready:
+            # Python reports nothing if the time-out ended while the process was stopped, whatever is ready.
+            ready = poller.poll(0)
         if not ready:
             return False
         if self._alarm in ready:
