@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from weightd.gateway.rest.connection import Connection, Crowd, Phase
+from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
 
 LIMITS = {Phase.IDLE: 100.0, Phase.HEADER: 10.0, Phase.BODY: 10.0}
 
@@ -17,6 +17,12 @@ class World:
     def __init__(self, most: int = 100) -> None:
         self.now = 0.0
         self.crowd = Crowd(most, LIMITS, lambda: self.now)
+
+    def runs_until(self, now: float) -> None:
+        """Let time pass, with a sweep each second."""
+        while self.now < now:
+            self.now = min(now, self.now + SWEEP_S)
+            self.crowd.sweep()
 
     def comes(self) -> Connection:
         """Return a connection that has just been made, without a socket."""
@@ -36,11 +42,10 @@ def gone(connection: Connection) -> bool:
 def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
     world = World()
     slow, other = world.comes(), world.comes()
-    world.now = 1.0
+    world.runs_until(1.0)
     slow.enter(phase)
-    world.now = 1.0 + limit
     other.enter(Phase.ANSWER)
-    world.crowd.sweep()
+    world.runs_until(1.0 + limit)
     assert not gone(slow)
     world.now += 0.1
     world.crowd.sweep()
@@ -57,13 +62,26 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
     assert not gone(busy)
 
 
+def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
+    """What callers have sent meanwhile waits in their sockets."""
+    world = World()
+    slow = world.comes()
+    slow.enter(Phase.HEADER)
+    for _ in range(2):
+        world.runs_until(world.now + 4.0)
+        world.now += 3600.0
+        world.crowd.sweep()
+        assert not gone(slow)
+    world.runs_until(world.now + 3.0)
+    assert gone(slow)
+
+
 def test_a_body_that_does_not_come_is_an_error_for_who_reads_it() -> None:
     world = World()
     slow = world.comes()
     body = mock.Mock()
     slow.reads(body)
-    world.now = 11.0
-    world.crowd.sweep()
+    world.runs_until(11.0)
     world.crowd.sweep()
     body.set_exception.assert_called_once()
     assert not gone(slow)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -25,7 +28,7 @@ from weightd.gateway.callers import Caller, Identities, digest
 from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
 from weightd.gateway.rpc import calls, front, reflection
-from weightd.protocol.errors import NotFound, ResourceExhausted, Unavailable
+from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
 
@@ -293,6 +296,35 @@ class Silent:
             yield from ()
 
         return self._channel.stream_unary(path).future(nothing(), timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_the_time_in_which_the_gateway_was_stopped_does_not_count(came: bool) -> None:
+    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before it is called again."""
+    reader, writer = os.pipe()
+
+    async def test() -> None:
+        loop, message, stops = asyncio.get_running_loop(), asyncio.Event(), [True]
+        selector = vars(loop)["_selector"]
+        select = selector.select
+
+        def stopped(timeout: float | None) -> Any:
+            if timeout and stops and stops.pop():
+                time.sleep(timeout + 0.6)
+                return []
+            return select(timeout)
+
+        loop.add_reader(reader, message.set)
+        if came:
+            os.write(writer, b"x")
+        with mock.patch.object(selector, "select", stopped), calls.within(0.05):
+            await message.wait()
+        assert not stops
+
+    with contextlib.nullcontext() if came else pytest.raises(DeadlineExceeded):
+        asyncio.run(test())
+    for descriptor in (reader, writer):
+        os.close(descriptor)
 
 
 def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,12 @@ from aiohttp.web_protocol import RequestHandler
 
 from weightd.gateway.rest.reply import Refused, Reply
 
+SWEEP_S = 1.0
+"""How often `Crowd.sweep` has to be called."""
+
+# A sweep that comes so late shows that the process did not run.
+_OVERSLEPT_S = 0.5
+
 # Where there is no room for others, an answer has to be read within this.
 _SLOW_S = 1.0
 
@@ -45,6 +51,7 @@ class Crowd:
         self._most = most
         self._limits = limits
         self.clock = clock
+        self._next_sweep = clock() + SWEEP_S
         self._all: dict[Connection, None] = {}
         # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
         self._idle: dict[Connection, None] = {}
@@ -82,8 +89,12 @@ class Crowd:
             self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Let those go that have been waited for too long."""
+        """Let those go that have been waited for too long, without the time in which this process was stopped."""
         now = self.clock()
+        late, self._next_sweep = now - self._next_sweep, now + SWEEP_S
+        if late > _OVERSLEPT_S:
+            for each in self._all:
+                each.since = min(each.since + late, now)
         for each in [*self._all]:
             limit = self._limits.get(each.phase)
             if limit is not None and now > each.since + limit:

@@ -18,7 +18,7 @@ from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.rest.api import Api
-from weightd.gateway.rest.connection import Connection, Crowd, Phase
+from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
 
 # Who connects while the loop is busy waits there.
 _BACKLOG = 1024
@@ -32,8 +32,6 @@ _MOST_HEADERS = 64
 
 # What follows a request that was refused is read and dropped for so long, so that its sender reads why.
 _LINGERING_S = 5.0
-
-_SWEEP_S = 1.0
 
 # When aiohttp would end a silent connection: that is the crowd's to do.
 _NEVER_S = 1e8
@@ -109,7 +107,7 @@ class Rest:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(_SWEEP_S)
+            await asyncio.sleep(SWEEP_S)
             self.crowd.sweep()
 
     def _listeners(self) -> list[socket.socket]:

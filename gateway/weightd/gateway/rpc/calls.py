@@ -58,6 +58,9 @@ MOST_ASKED_BYTES = 64 * 1024
 # Who has sent no whole message by then may be sending the longest one.
 PROMPT_S = 1.0
 
+# A timer that runs so late shows that this process did not run.
+_OVERSLEPT_S = 0.5
+
 # Calls of whoever asks, without a token. None of them has a seat of those who have one.
 MOST_PROBES = 64
 
@@ -286,18 +289,23 @@ def within(seconds: float, why: str = "") -> Generator[None, None, None]:
 @contextmanager
 def _after(seconds: float, do: Callable[[], None]) -> Generator[None, None, None]:
     """Do something if the block takes longer; where that is an error, the block ends in it."""
-    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    task, loop = cast("asyncio.Task[Any]", asyncio.current_task()), asyncio.get_running_loop()
     error: RequestError | None = None
+    timer: asyncio.TimerHandle
 
     def late() -> None:
-        nonlocal error
+        nonlocal error, timer
+        if loop.time() > timer.when() + _OVERSLEPT_S:
+            # This process was stopped: what has come meanwhile has not been read yet.
+            timer = loop.call_later(seconds, late)
+            return
         try:
             do()
         except RequestError as raised:
             error = raised
             task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(seconds, late)
+    timer = loop.call_later(seconds, late)
     try:
         yield
     except asyncio.CancelledError:
