@@ -528,6 +528,7 @@ class AsyncClient(Uncopied):
 
     async def _until(self, happens: asyncio.Future[bool], deadline: float, late: Callable[[], WeightdError]) -> None:
         loop, began = self._running_loop(), time.monotonic()
+        timer: asyncio.TimerHandle
 
         def expire() -> None:
             nonlocal timer
