@@ -177,6 +177,16 @@ def test_signs_of_life_do_not_come_more_often_because_something_happens() -> Non
     assert ["WATCHDOG=1" in stage.look(0.5) for _ in range(40)].count(True) == 2
 
 
+def test_a_sign_of_life_does_not_wait_because_the_daemon_was_stopped() -> None:
+    """The clock of the daemon stood still then, the manager's did not."""
+    stage = Stage(FakeModel().serving(), watchdog=30.0)
+    assert "WATCHDOG=1" in stage.told()
+    assert stage.told(1.0) == []
+    stage.herald.paused(9.0)
+    assert stage.told() == ["WATCHDOG=1"]
+    assert stage.told() == []
+
+
 def test_without_a_required_model_that_is_ready_there_is_none() -> None:
     one, two, other = (FakeModel(name, required=name != "other").serving() for name in ("one", "two", "other"))
     stage = Stage(one, two, other, FakeModel("loads"), watchdog=3.0)

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
-import sys
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from testkit.stopping import stopped
 from weightd.daemon.host import clock
 from weightd.daemon.host.clock import TICK_S, Clock
 
@@ -59,11 +60,13 @@ def test_a_poll_has_its_time_without_that_in_which_it_is_stopped() -> None:
     reader, writer = os.pipe()
     readable = select.poll()
     readable.register(reader, select.POLLIN)
-    # The writer is stopped, too, and goes on a little later.
-    program = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGSTOP); time.sleep(1.6); "
-    program += f"os.kill({os.getpid()}, signal.SIGCONT); time.sleep(0.1); os.write({writer}, b'x')"
-    with subprocess.Popen([sys.executable, "-I", "-S", "-c", program], pass_fds=[writer]):
-        assert clock.poll(readable, 1.0) == [(reader, select.POLLIN)]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=writer) as cat:
+        assert cat.stdin is not None
+        os.kill(cat.pid, signal.SIGSTOP)
+        cat.stdin.write(b"x")
+        cat.stdin.close()
+        with stopped(1.6, cat.pid):
+            assert clock.poll(readable, 1.0) == [(reader, select.POLLIN)]
     os.read(reader, 1)
     assert clock.poll(readable, 0.01) == []
     for descriptor in (reader, writer):

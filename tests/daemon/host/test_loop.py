@@ -368,11 +368,16 @@ def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], 
 def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
     real = [1000.0]
     loop, calls = Loop(Clock(lambda: real[0])), list[float]()
+
+    def on_pause(seconds: float) -> None:
+        calls.append(seconds)
+        timer.set(0.0)
+
     timer = Timer(calls.append)
     timer.set(1001.0)
     loop.add_timer(timer)
     loop.soon(lambda: real.__setitem__(0, 1009.0))
-    loop.on_pause(lambda seconds: (calls.append(seconds), timer.set(0.0)))
+    loop.on_pause(on_pause)
     loop.wait(0.0)
     assert calls == [9.0, 1000.0]
     loop.close()

@@ -161,6 +161,25 @@ def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -
     assert made.next_event == 5.0
 
 
+def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
+    """The clock has stood still for 5 s. What runs may have been answered: that is read first."""
+    due: list[float] = []
+    made = Scheduler(100, 10_000, predict_timeout=2.0, due_by=due.append)
+    made.seats.enlist("a", ("a",))
+    running, ready, waiting, patient, late = (request(deadline=each) for each in (4.0, 20.0, 4.0, 20.0, 0.9))
+    for each in (running, ready, waiting, patient):
+        made.submit(each, 0.0)
+    list(made.assign(0.0))
+    made.submit(late, 0.0)
+    made.paused(5.0, 1.0)
+    assert [each.deadline for each in (running, ready, waiting, patient, late)] == [1.5, 15.0, -1.0, 15.0, -4.1]
+    assert min(due) == -4.1
+    assert made.overdue(1.9) == []
+    assert {each.number for each, _ in made.expire(1.0)} == {late.number, waiting.number}
+    assert made.seats.finish("a", running.number, 1.4) is not None
+    assert made.expire(1.6) == []
+
+
 def test_nothing_is_due_when_nothing_is_there() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)

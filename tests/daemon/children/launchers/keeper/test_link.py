@@ -21,6 +21,7 @@ import pytest
 
 from testkit import memory
 from testkit.keeping import FORKING, LIMIT_S, ended
+from testkit.stopping import stopped
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link, process
 from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
@@ -442,3 +443,17 @@ def test_it_is_small(keeper: Keeper) -> None:
     dirty = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Private_Dirty:"))
     assert pss < 12 * MIB
     assert dirty < 8 * MIB
+
+
+def test_the_time_in_which_this_process_is_stopped_does_not_count(
+    start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_PATIENCE_S", 1.0)
+    keeper = start_keeper()
+    os.kill(keeper.pid, signal.SIGSTOP)
+    with stopped(1.7, keeper.pid):
+        assert keeper.kept() == []
+    os.kill(keeper.pid, signal.SIGSTOP)
+    with stopped(1.7, keeper.pid):
+        keeper.end(1.0)
+    assert os.waitpid(keeper.pid, 0) == (keeper.pid, 0)
