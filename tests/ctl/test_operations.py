@@ -131,7 +131,12 @@ def test_health(ctl: Ctl, daemon: FakeDaemon) -> None:
 def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = operates
     assert ctl("reload") == (exits.OK, "added: a, b\nchanged: c\n", "")
-    assert json.loads(ctl("--json", "reload").out) == {"added": ["a", "b"], "changed": ["c"], "removed": []}
+    assert json.loads(ctl("--json", "reload").out) == {
+        "added": ["a", "b"],
+        "changed": ["c"],
+        "removed": [],
+        "retried": [],
+    }
     daemon.handle = lambda message, _: [encode(ReloadResponse(message.id, (), (), ()))]
     assert ctl("reload").out == "no model changes\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")

@@ -71,7 +71,8 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
     server = begun(path)
-    server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=server._config.models["m"])
+    config = server._config.models["m"]
+    server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=config, may_retry=False)
     server._backend = SimpleNamespace(prepare=list)
     server._reload(0.0)
     device = server._devices["ascend:0"]

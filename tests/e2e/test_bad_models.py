@@ -15,7 +15,7 @@ import pytest
 from testkit import mindir, models
 from testkit.service import Service
 from testkit.waiting import until
-from weightd.client import FailedPrecondition
+from weightd.client import FailedPrecondition, RequestError, Unavailable
 
 from .support import (
     ONE_ENGINE,
@@ -57,6 +57,8 @@ def bad_paths(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     paths = {name: made / f"{name}{'.mindir' if name == MINDIR else '.onnx'}" for name in CAUSES}
     paths[DIRECTORY].mkdir()
     paths[TRUNCATED].write_bytes(mlp.read_bytes()[: mlp.stat().st_size // 2])
+    # It was not written to shortly before, so it is not being copied.
+    os.utime(paths[TRUNCATED], (1e9, 1e9))
     paths[FOREIGN].write_bytes(MINDIR_BYTES)
     shutil.copyfile(mlp, paths[MINDIR])
     if mindir.interpreter() is None and os.environ.get("CI") != "true":
@@ -85,7 +87,8 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
     assert ".holder: " in cause or str(bad_paths[name]) in cause
     with service.client() as client:
         for call in (lambda: client.infer(name, {"x": 1.0}), lambda: client.metadata(name)):
-            with pytest.raises(FailedPrecondition) as caught:
+            expected: type[RequestError] = Unavailable if name == MISSING else FailedPrecondition
+            with pytest.raises(expected) as caught:
                 call()
             assert str(caught.value) == f"{name} failed: {cause}"
         until(lambda: not model_status(service, name).generations[0].processes, "its processes are gone")
@@ -105,6 +108,27 @@ def test_run_ends_with_status_1_and_the_cause_when_the_model_cannot_be_served(
         assert re.search(rf"ERROR .*{CAUSES[FOREIGN]}", daemon.log)
     assert place.left == []
     assert children_of(place.cache) == set()
+
+
+@ONE_ENGINE
+def test_a_model_is_served_once_the_cause_of_its_failure_is_gone(mlp: Path, tmp_path: Path) -> None:
+    late, bad = tmp_path / "late.onnx", tmp_path / "bad.onnx"
+    bad.write_bytes(b"not a model")
+    os.utime(bad, (1e9, 1e9))
+    with Service({"late": {"path": late}, "bad": {"path": bad}, "other": {"path": bad}}) as service:
+        assert "No such file" in cause_of_failure(service, "late")
+        causes = [cause_of_failure(service, name) for name in ("bad", "other")]
+        assert all("expected an ONNX model" in each for each in causes)
+        status = {model.name: model.retry_s is not None for model in service.status().models}
+        assert (status["bad"], status["other"]) == (False, False)
+        for path in (late, bad):
+            shutil.copyfile(mlp, path)
+        with service.client() as client:
+            # A missing file is tried again by the daemon itself, an invalid one when an operator says so.
+            until(lambda: model_status(service, "late").state == "serving", "the late model serves")
+            assert client.update("bad", str(bad)).path == str(bad)
+            assert client.reload().retried == ("other",)
+            until(lambda: model_status(service, "other").state == "serving", "the other model serves")
 
 
 # --- while it serves --------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 ) -> None:
     status, socket = play(fake(fails={step: error}), order, predict(1), ATTACH, STOP)
     assert status == expected
-    assert socket.sent[1:] == [Broken(cause, no_room)]
+    assert socket.sent[1:] == [Broken(cause, no_room, transient=isinstance(error, MemoryError))]
 
 
 @pytest.mark.parametrize(

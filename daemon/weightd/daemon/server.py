@@ -197,7 +197,7 @@ class Server:
                 if self._keeping is not None:
                     self._keeping.close()
         models = self._fleet.models.values()
-        if any(deployment.failed for model in models for deployment in model.deployments):
+        if any(deployment.is_unserved for model in models for deployment in model.deployments):
             return exits.MODEL_FAILED
         if self._fleet.deaths:
             _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._fleet.deaths)

@@ -12,8 +12,8 @@ from weightd.ctl.verb import Connect, Verb, operating
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
 load; one that has changed is loaded beside the one that serves and takes over once it serves; one
-that is removed finishes what it has accepted, and leaves. A file that is wrong changes nothing, and
-the error says why.
+that is removed finishes what it has accepted, and leaves; one that has failed is loaded again. A
+file that is wrong changes nothing, and the error says why.
 
 This returns once the file is in force. weightctl status shows how the loading goes: a change that
 fails leaves the model as it was, with the cause beside it.
@@ -30,7 +30,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client, operating(client):
         answer = client.reload()
-    changes = {"added": answer.added, "changed": answer.changed, "removed": answer.removed}
+    changes = {
+        "added": answer.added,
+        "changed": answer.changed,
+        "removed": answer.removed,
+        "retried": answer.retried,
+    }
     if options.json:
         print(json.dumps({what: list(names) for what, names in changes.items()}))
         return exits.OK

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequence, Tuple, cast
 
@@ -27,6 +28,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.shared.protobuf import Malformed, Span, fields
 from weightd.shared.reach import NotTheirs, Reach
+from weightd.shared.transient import is_transient
 
 _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"
@@ -34,9 +36,20 @@ _MINDIR_GRAPH = "_graph.mindir"
 # Of a model's files that cannot be read, so many are named.
 _TOLD = 10
 
+# A file that was changed so shortly before may still be being copied to its place.
+_SETTLED_S = 60.0
+
 
 class ModelFileError(WeightdError):
-    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line."""
+    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line.
+
+    Attributes:
+        transient: whether the cause may go away by itself.
+    """
+
+    def __init__(self, text: str, *, transient: bool = False) -> None:
+        super().__init__(text)
+        self.transient = transient
 
 
 class ModelFile(NamedTuple):
@@ -130,7 +143,8 @@ class Model:
             raise self._changed()
 
     def _changed(self) -> ModelFileError:
-        return ModelFileError(f"{self._path}: changed while it was copied; load it again once it is complete")
+        text = f"{self._path}: changed while it was copied; load it again once it is complete"
+        return ModelFileError(text, transient=True)
 
     def _find(self, stack: contextlib.ExitStack) -> None:
         path = self._path
@@ -148,16 +162,17 @@ class Model:
             names = _onnx_locations(path, self._file)
         else:
             names = []
-        problems: List[str] = []
+        problems: List[ModelFileError] = []
         for name in sorted({*names} - {path.name}):
             try:
                 with self._open_external(name) as file:
                     self.files.append(_looked_at(name, path.parent / name, file))
             except ModelFileError as error:
-                problems.append(str(error))
+                problems.append(error)
         if problems:
             more = [f"{path}: {len(problems) - _TOLD} more files cannot be read"] if len(problems) > _TOLD else []
-            raise ModelFileError("\n".join(problems[:_TOLD] + more))
+            text = "\n".join([*map(str, problems[:_TOLD]), *more])
+            raise ModelFileError(text, transient=all(each.transient for each in problems))
 
     def _open_external(self, name: str) -> BinaryIO:
         with _told(self._path.parent / name), Reach(trusting=self._own) as reach:
@@ -176,7 +191,8 @@ class Model:
         try:
             place = reach.directory(self._place, directory.name)
         except (FileNotFoundError, NotADirectoryError):
-            raise ModelFileError(f"{path}: expected its weights in {directory}/, which is not a directory") from None
+            text = f"{path}: expected its weights in {directory}/, which is not a directory"
+            raise ModelFileError(text, transient=True) from None
         except (OSError, NotTheirs) as error:
             raise _unreadable(directory, error) from None
         with _told(directory), place.listing() as entries:
@@ -255,9 +271,14 @@ def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
 def _looked_at(name: str, path: Path, file: BinaryIO) -> ModelFile:
     status = os.fstat(file.fileno())
     if status.st_size == 0:
-        raise ModelFileError(f"{path}: the file is empty")
+        raise ModelFileError(f"{path}: the file is empty", transient=_may_be_incomplete(status))
     identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     return ModelFile(name, path, status.st_size, identity)
+
+
+def _may_be_incomplete(status: os.stat_result) -> bool:
+    """Return whether a file was written to so shortly before that it may still be being copied."""
+    return abs(time.time() - status.st_mtime) < _SETTLED_S
 
 
 @contextlib.contextmanager
@@ -273,7 +294,8 @@ def _unreadable(path: Path, error: Exception) -> ModelFileError:
     if isinstance(error, NotTheirs):
         return ModelFileError(f"{path}: {error}")
     # The only ValueError of a path; its words differ among the versions of Python.
-    return ModelFileError(f"{path}: {error.strerror if isinstance(error, OSError) else 'the path holds a NUL'}")
+    text = error.strerror if isinstance(error, OSError) else "the path holds a NUL"
+    return ModelFileError(f"{path}: {text}", transient=is_transient(error))
 
 
 def _sha256(path: Path, file: BinaryIO) -> str:
@@ -292,7 +314,8 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
             locations = list(_external_locations(file, "model", 0, os.fstat(file.fileno()).st_size))
     except Malformed:
         # An engine that understands it all the same would load external files that nobody has pinned.
-        raise ModelFileError(f"{path}: expected an ONNX model; this is something else, or only a part of one") from None
+        text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
+        raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
     for location in locations:
         pure = PurePosixPath(location)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:

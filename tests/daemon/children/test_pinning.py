@@ -56,8 +56,9 @@ class Scene:
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         self.told.append((source, snapshot))
 
-    def pin_failed(self, source: Source, cause: str, now: float) -> None:
+    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
         self.told.append((source, cause))
+        self.transient = transient
 
 
 @pytest.fixture
@@ -131,6 +132,7 @@ def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scen
     scene.pin()
     scene.wait()
     assert scene.told == [(scene.source, f"{scene.config.path}: No such file or directory")]
+    assert scene.transient
     assert list(scene.directory.iterdir()) == []
 
 

@@ -299,7 +299,7 @@ def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_p
     weights.unlink()
     os.mkfifo(weights)
     error = f"{weights}: expected a file, got a special file"
-    assert snapshotter.answer(wanted, files) == {"error": error}
+    assert snapshotter.answer(wanted, files) == {"error": error, "transient": False}
 
 
 @pytest.mark.parametrize(
@@ -320,17 +320,18 @@ def test_what_goes_wrong_is_answered_in_a_line(
     elif spoilt == "directory":
         directory.mkdir()
     answer = snapshotter.answer([Wanted(str(model), str(directory))])
-    assert answer == {"error": text.format(model=model, directory=directory)}
+    error = text.format(model=model, directory=directory)
+    assert answer == {"error": error, "transient": spoilt != "directory"}
 
 
 def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
     wanted = [Wanted(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
-    assert snapshotter.answer(wanted) == {"error": f"{other}: No such file or directory"}
+    assert snapshotter.answer(wanted) == {"error": f"{other}: No such file or directory", "transient": True}
     other.write_bytes(b"other")
     shutil.rmtree(tmp_path / "rank0")
     error = f"cannot copy {other} to {tmp_path / 'rank1'}: File exists"
-    assert snapshotter.answer(wanted) == {"error": error}
+    assert snapshotter.answer(wanted) == {"error": error, "transient": False}
     for rank in (0, 1):
         shutil.rmtree(tmp_path / f"rank{rank}")
     assert [each[0] for each in snapshotter.answer(wanted)["taken"]] == [digest(model), digest(other)]
@@ -366,4 +367,4 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path,
         assert meter.read(tmp_path / "copied") == (nbytes, nbytes)
     else:
         error = f"cannot copy {model} to {directory}: File too large"
-        assert (done.returncode, json.loads(answer)) == (1, {"error": error})
+        assert (done.returncode, json.loads(answer)) == (1, {"error": error, "transient": False})

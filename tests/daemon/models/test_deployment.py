@@ -182,7 +182,10 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
     assert told == [
         ("WARNING", "m.1 failed: m.1.holder: killed by SIGSEGV"),
         ("WARNING", "m.2 failed: m.2.holder: killed by SIGSEGV"),
-        ("ERROR", "m.3 failed: m.3.holder: killed by SIGSEGV; no other is tried on ascend:0"),
+        (
+            "ERROR",
+            "m.3 failed: m.3.holder: killed by SIGSEGV; nothing is loaded on ascend:0 before a reload or an update",
+        ),
     ]
 
 

@@ -32,6 +32,7 @@ class FakeModel:
         self.updating = self.will_serve = self.complete = self.has_failed = self.draining = self.gone = False
         self.replaced: FakeModel | None = None
         self.comes_again = False
+        self.may_retry = False
         self.deaths = 0
         self.done: list[str] = []
 
@@ -42,6 +43,9 @@ class FakeModel:
 
     def start(self, now: float) -> None:
         self.done.append("start")
+
+    def retry(self, now: float) -> None:
+        self.done.append("retry")
 
     def replaces(self, old: FakeModel) -> None:
         self.replaced = old
@@ -99,6 +103,15 @@ def test_what_has_not_changed_is_not_touched_and_a_new_model_takes_requests_at_o
     assert str(yard.reload(b=TWO, a=ONE)) == "added b"
     assert [each.done for each in yard.made] == [[], ["start"]]
     assert yard.serving() == [("b", TWO), ("a", ONE)]
+
+
+def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
+    yard = Yard(a=ONE, b=TWO, c=THREE)
+    yard.made[0].may_retry = yard.made[2].may_retry = True
+    # One that is changed, too, is made anew.
+    change = yard.reload(a=ONE, b=TWO, c=ONE)
+    assert (change, str(change)) == (Change((), ("c",), (), ("a",)), "changed c; retried a")
+    assert [each.done for each in yard.made] == [["retry"], [], [], ["start"]]
 
 
 def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:

@@ -58,7 +58,7 @@ class Home:
 
     def pinned(self, *names: str) -> Home:
         for name in names or NAMES:
-            source = next(each for each in self.host.pinned if each.path == f"/{name}.mindir")
+            source = next(each for each in reversed(self.host.pinned) if each.path == f"/{name}.mindir")
             self.models[name].pinned(source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now)
         return self
 
@@ -173,6 +173,18 @@ def test_without_the_snapshot_of_one_none_is_served() -> None:
     home.models["two"].pin_failed(source, "no such file", home.now)
     assert [model.has_failed for model in home.models.values()] == [True, True]
     assert "two: no such file" in home.models["one"].unready(home.now)
+
+
+def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_its_models() -> None:
+    home = Home().pinned("one")
+    source = next(each for each in home.host.pinned if each.path == "/two.mindir")
+    home.models["two"].pin_failed(source, "no such file", home.now, transient=True)
+    assert [model.retry_in(home.now) for model in home.models.values()] == [1.0, 1.0]
+    home.later()
+    assert not any(model.has_failed for model in home.models.values())
+    assert sorted(each.path for each in home.host.pinned) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
+    home.pinned().loads(P2)
+    assert all(model.serves for model in home.models.values())
 
 
 def test_none_is_updated_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -459,13 +460,103 @@ def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
         stage.model.metadata(Waiter(b"curious", "8"))
-    with pytest.raises(FailedPrecondition, match=text):
-        stage.update()
+    assert stage.model.retry_in(stage.now) is None
     assert (stage.model.has_failed, stage.model.unready(stage.now)) == (True, text)
     # It is gone only when it was told to go.
     assert not stage.model.gone
     stage.model.drain(stage.now)
     assert stage.model.gone
+
+
+def failed(stage: Stage, *, transient: bool = True) -> Stage:
+    """The snapshot that was asked for last cannot be taken."""
+    stage.model.pin_failed(stage.host.pinned[-1], "no such file", stage.now, transient=transient)
+    return stage
+
+
+def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off() -> None:
+    stage = failed(Stage(workers=1))
+    delays: list[float] = []
+    for _ in range(9):
+        with pytest.raises(Unavailable, match="digits failed: no such file"):
+            stage.some(1)
+        delay = stage.model.retry_in(stage.now)
+        assert delay is not None
+        delays.append(delay)
+        # Nothing is due before, and a tick before that changes nothing.
+        assert stage.model.next_event == stage.now + delay
+        stage.passes(0.9 * delay)
+        assert stage.model.has_failed
+        stage.passes(0.1 * delay + 1e-6)
+        assert (stage.model.has_failed, stage.model.retry_in(stage.now)) == (False, None)
+        failed(stage)
+    assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    # Each attempt reads the files anew.
+    assert [each.number for each in stage.host.pinned] == list(range(1, 11))
+    stage.passes(60.1)
+    [number] = stage.some(1)
+    stage.pinned().loads(11)
+    assert stage.host.predicts() == [("digits.11.w1", number)]
+    assert stage.model.retry_in(stage.now) is None
+
+
+def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_asked_for() -> None:
+    stage = failed(Stage(workers=1), transient=False)
+    stage.passes(1e6)
+    assert (stage.model.has_failed, stage.model.may_retry, len(stage.host.pinned)) == (True, True, 1)
+    stage.model.retry(stage.now)
+    assert (stage.model.has_failed, stage.model.may_retry) == (False, False)
+    stage.model.retry(stage.now)
+    stage.pinned().loads(2)
+    assert (stage.model.serves, len(stage.host.pinned)) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    "end", [End(None, "cannot start python: Resource temporarily unavailable", not_started=True), End(-signal.SIGKILL)]
+)
+def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: End) -> None:
+    stage = Stage(workers=1).pinned()
+    for number in itertools.count(1):
+        stage.model.exited(f"digits.{number}.holder", end, stage.now)
+        stage.model.exited(f"digits.{number}.w1", End(0), stage.now)
+        if stage.model.has_failed:
+            break
+        stage.passes(10.0)
+    assert stage.model.retry_in(stage.now) == 1.0
+    stage.passes(1.1)
+    stage.pinned().loads(number + 1)
+    assert stage.model.serves
+
+
+@pytest.mark.parametrize("transient", [True, False])
+def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that_fails(transient: bool) -> None:
+    stage = failed(Stage(workers=1), transient=transient)
+    stage.update()
+    stage.model.pin_failed(stage.host.pinned[-1], "no model", stage.now)
+    assert stage.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
+    assert stage.model.has_failed
+    stage.passes(1.1)
+    assert stage.model.has_failed is not transient
+    assert stage.host.pinned[-1].path == ("/models/digits.onnx" if transient else "/models/new.onnx")
+
+
+def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_back_to() -> None:
+    stage = failed(Stage(workers=1))
+    stage.update()
+    # No retry while it loads.
+    stage.passes(5.0)
+    assert len(stage.host.pinned) == 2
+    stage.pinned().loads(2)
+    assert (stage.model.serves, [each.path for each in stage.host.updated]) == (True, ["/models/new.onnx"])
+    with pytest.raises(FailedPrecondition, match="nothing to go back to"):
+        stage.rollback()
+
+
+def test_a_model_that_is_drained_is_not_retried() -> None:
+    stage = failed(Stage(workers=1))
+    stage.model.drain(stage.now)
+    stage.passes(100.0)
+    assert (stage.model.gone, len(stage.host.pinned)) == (True, 1)
 
 
 def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:

@@ -25,6 +25,7 @@ from weightd.shared.modelfile import ModelFileError, pinned_digest
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with
 from weightd.shared.title import Title
+from weightd.shared.transient import is_transient
 from weightd.worker import arguments as words_of
 from weightd.worker import exits, pagesharing
 from weightd.worker.concurrent import ConcurrentSession
@@ -149,14 +150,14 @@ def _serve(
     try:
         engine = _engine(arguments) if made is None else made.engine
     except BuildError as error:
-        return _broken(connection, str(error), exits.CANNOT_BUILD)
+        return _broken(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     try:
         sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if made is None else made.sha256
     except ModelFileError as error:
-        return _broken(connection, str(error), exits.CANNOT_BUILD)
+        return _broken(connection, error, exits.CANNOT_BUILD)
     is_template = arguments.template and arguments.sharing == "on"
     session = (Session if engine.concurrency == 1 else ConcurrentSession)(
         connection,
@@ -182,10 +183,10 @@ def _serve_unit(connection: Union[Connection, LaneConnection], arguments: argpar
         engine = kind(_told(meeting, arguments))
         sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
     except (BuildError, ModelFileError) as error:
-        return _broken(connection, str(error), exits.CANNOT_BUILD)
+        return _broken(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     given = Given(
         arguments.model, says, words_of.options(arguments.options), arguments.sample, tolerance=arguments.tolerance
     )
@@ -201,10 +202,10 @@ def _serve_members(connection: Union[Connection, LaneConnection], arguments: arg
         )
         digests = [pinned_digest(Path(each.model), each.pinned) for each in told.models]
     except (BuildError, ModelFileError) as error:
-        return _broken(connection, str(error), exits.CANNOT_BUILD)
+        return _broken(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, f"{sys.executable}: {error}", exits.NO_ENGINE)
+        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     return MembersSession(connection, group, told.models).run(joint_digest(digests))
 
 
@@ -238,7 +239,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     return ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
 
 
-def _broken(connection: Union[Connection, LaneConnection], cause: str, status: int) -> int:
-    connection.send(encode(Broken(clip(cause))))
+def _broken(connection: Union[Connection, LaneConnection], error: Exception, status: int, what: str = "") -> int:
+    connection.send(encode(Broken(clip(f"{what}{error}"), transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

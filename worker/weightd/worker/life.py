@@ -32,6 +32,7 @@ from weightd.protocol.messages.children import (
     Unmap,
 )
 from weightd.protocol.version import VERSION
+from weightd.shared.transient import is_transient, mentions_transient
 from weightd.worker import exits, nativelog
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import ModelSignature
@@ -179,15 +180,17 @@ class Life(abc.ABC):
         try:
             self._do(order)
         except WeightdError as error:
-            return self._broken(str(error), exits.CANNOT_BUILD, no_room=isinstance(error, NoRoom))
+            no_room, transient = isinstance(error, NoRoom), is_transient(error)
+            return self._broken(str(error), exits.CANNOT_BUILD, no_room=no_room, transient=transient)
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)
-            return self._broken(f"{type(error).__name__}: {error}", exits.FAILED)
+            cause = f"{type(error).__name__}: {error}"
+            return self._broken(cause, exits.FAILED, transient=is_transient(error) or mentions_transient(cause))
         return exits.OK
 
-    def _broken(self, cause: str, status: int, *, no_room: bool = False) -> int:
+    def _broken(self, cause: str, status: int, *, no_room: bool = False, transient: bool = False) -> int:
         _log.error("%s", cause)
-        self._send(Broken(clip(cause), no_room))
+        self._send(Broken(clip(cause), no_room, transient))
         return status
 
     def _send(self, message: object) -> None:

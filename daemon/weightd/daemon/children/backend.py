@@ -59,6 +59,7 @@ from weightd.protocol.messages.children import (
     Stop,
     Together,
 )
+from weightd.shared.transient import is_transient
 
 # weightd, or what it brings along: Python says so on stderr alone. What follows from it is a word for people.
 _MISSING_MODULE = re.compile(r"No module named '(weightd|zmq|msgpack|numpy)")
@@ -252,7 +253,7 @@ class Backend:
                 self.files[generation.label] = self._files_of(generation)
                 self.files[generation.label].create(program.table)
         except (ClaimError, OSError) as error:
-            self._give_up(name, str(error))
+            self._give_up(name, str(error), transient=is_transient(error))
             return
         told = launch.child(program, name, role, self._address, self.files[generation.label])
         if told.by_lane or not program.why_spawned:
@@ -330,10 +331,10 @@ class Backend:
     def _watch(self, name: str, process: Process) -> None:
         self._running.add(name, process, functools.partial(self._on_exit, name))
 
-    def _give_up(self, name: str, cause: str) -> None:
-        """There will be no such child."""
+    def _give_up(self, name: str, cause: str, *, transient: bool = False) -> None:
+        """There will be no such child; `transient`: the cause may go away by itself."""
         owner = self._forget_child(name)
-        self._do_later(functools.partial(owner.exited, name, End(None, explained(cause))))
+        self._do_later(functools.partial(owner.exited, name, End(None, explained(cause), not_started=transient)))
 
     def _give_up_fork(self, told: Launch, why: str) -> None:
         self._give_up(told.name, f"it cannot be forked: {why}")
@@ -348,7 +349,8 @@ class Backend:
             # The interpreter, or the log, a full disk, no descriptors left: the file tells which.
             python = told.command[0]
             where = "" if error.filename in (None, python) else f": {error.filename}"
-            self._give_up(told.name, f"cannot start {python}: {error.strerror or error}{where}")
+            cause = f"cannot start {python}: {error.strerror or error}{where}"
+            self._give_up(told.name, cause, transient=is_transient(error))
         else:
             self._watch(told.name, process)
 

@@ -69,5 +69,5 @@ class Owner(Protocol):
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists, and its devices have said what they have."""
 
-    def pin_failed(self, source: Source, cause: str, now: float) -> None:
-        """There is no snapshot of a source."""
+    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""

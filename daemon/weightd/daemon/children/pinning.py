@@ -22,6 +22,7 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
+from weightd.shared.transient import is_transient
 
 
 def directory_name(model: str, number: int) -> str:
@@ -62,7 +63,8 @@ class Pinning:
             argv = snapshotter.command(wanted, files.meter, more)
             helpers.ask(self._running, files.directory.name, argv, files.log, tell)
         except (ClaimError, OSError) as error:
-            self._later(functools.partial(owner.pin_failed, source, explained(f"cannot take a snapshot: {error}")))
+            cause = explained(f"cannot take a snapshot: {error}")
+            self._later(functools.partial(owner.pin_failed, source, cause, transient=is_transient(error)))
 
     def copied(self, model: str, source: Source) -> Copied | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
@@ -95,7 +97,8 @@ class Pinning:
         if end.status != 0 or not taken:
             files.remove()
             cause = explained(answer["error"]) if answer.get("error") else end.words or f"the snapshot {end.how}"
-            owner.pin_failed(source, cause, clock.now())
+            transient = answer.get("transient") is True or end.is_transient
+            owner.pin_failed(source, cause, clock.now(), transient=transient)
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
         snapshot = _snapshot(config, source, files, taken)

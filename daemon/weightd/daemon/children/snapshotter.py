@@ -3,7 +3,8 @@
 Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
 PARENT METER WANTED [FILE COPY]..., the second the file where it writes how far it is, the third in JSON what is
 `Wanted`, a model or one for each rank. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`,
-but for the path, or an `error` and status 1. What it leaves of a copy that has failed, the daemon removes.
+but for the path, or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has
+failed, the daemon removes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from weightd.shared import signals
 from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with
+from weightd.shared.transient import is_transient
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -230,11 +232,12 @@ def answer(wanted: Sequence[Wanted], files: Sequence[str] = (), meter: Meter | N
         for source, target in zip(files[::2], files[1::2], strict=True):
             _copy(open_file(Path(source)), Path(target), Meter())
     except ModelFileError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "transient": error.transient}
     except OSError as error:
         model, directory, _ = wanted[min(len(taken), len(wanted) - 1)]
         what = error.filename if str(error.filename) in files[::2] else model
-        return {"error": f"cannot copy {what} to {directory}: {error.strerror}"}
+        text = f"cannot copy {what} to {directory}: {error.strerror}"
+        return {"error": text, "transient": is_transient(error)}
     return {"taken": [each[1:] for each in taken]}
 
 

@@ -27,6 +27,7 @@ class Loss:
         is_slow: it took too long, and is being ended.
         by_signal: a signal has ended it.
         from_outside: another has ended it.
+        transient: the cause may go away by itself.
     """
 
     why: str
@@ -36,6 +37,7 @@ class Loss:
     is_slow: bool = False
     by_signal: bool = False
     from_outside: bool = False
+    transient: bool = False
 
 
 class Child:

@@ -150,7 +150,7 @@ class Generation(Life):
         child = self.children.get(name)
         if child is None or child.state not in COUNTED:
             return
-        loss = Loss(broken.cause, child.state, no_room=broken.no_room)
+        loss = Loss(broken.cause, child.state, no_room=broken.no_room, transient=broken.transient)
         self._stop(child, now)
         self._lost(child, loss, now)
         self._reconcile(now)
@@ -187,7 +187,14 @@ class Generation(Life):
         was = child.state
         self.roster.exited(child)
         if was in COUNTED:
-            loss = Loss(str(end), was, is_useful=useful, by_signal=end.killed, from_outside=end.from_outside)
+            loss = Loss(
+                str(end),
+                was,
+                is_useful=useful,
+                by_signal=end.killed,
+                from_outside=end.from_outside,
+                transient=end.is_transient,
+            )
             self._died(child, loss, now)
         elif child.loss is not None and end.words:
             # It was given up before it was dead: only now its log is complete.
@@ -328,7 +335,7 @@ class Generation(Life):
             self._worker_lost(child, loss, now)
 
     def _worker_lost(self, child: Child, loss: Loss, now: float) -> None:
-        cause = Cause(loss.why, child.name)
+        cause = Cause(loss.why, child.name, transient=loss.transient or loss.no_room)
         if loss.was is ChildState.READY:
             self._restarts.died(now - child.ready_at, now, useful=loss.is_useful)
             if self._restarts.delay and not self.access.is_shut:
@@ -355,7 +362,9 @@ class Generation(Life):
         elif self.built is None or holder.hello is None:
             outlook = Outlook.BETTER if loss.by_signal and not died_of_try else Outlook.SAME
             after = f"; it ran the configured canary, {tried}" if tried else ""
-            cause = Cause(loss.why, holder.name, after=after, outlook=Outlook.ROOM if loss.no_room else outlook)
+            outlook = Outlook.ROOM if loss.no_room else outlook
+            transient = loss.transient or loss.no_room
+            cause = Cause(loss.why, holder.name, after=after, outlook=outlook, transient=transient)
             self._fail(cause, now)
         elif holder.name == self.access.guard:
             after = "; the shared weights are invalid without it"

@@ -45,9 +45,9 @@ class Life(Standing, abc.ABC):
             digests: of what each rank loads, where the model is cut.
         """
 
-    def failed(self, cause: str, now: float) -> None:
+    def failed(self, cause: str, now: float, *, transient: bool = False) -> None:
         """It cannot go on, for `cause`: everything that runs is wound down."""
-        self._fail(Cause(cause), now)
+        self._fail(Cause(cause, transient=transient), now)
 
     def given_up(self, what: str, now: float) -> None:
         """Its cause has led to this: everything that runs is wound down."""

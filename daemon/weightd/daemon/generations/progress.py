@@ -49,6 +49,7 @@ class Cause:
         before: what this has led to.
         after: what follows from it.
         outlook: of the next generation, if this one has failed of it.
+        transient: whether the cause may go away by itself, at whatever time.
     """
 
     why: str = ""
@@ -57,6 +58,7 @@ class Cause:
     before: str = ""
     after: str = ""
     outlook: Outlook = Outlook.SAME
+    transient: bool = False
 
     def led_to(self, what: str) -> Cause:
         """Return it with what it has led to."""
@@ -201,6 +203,11 @@ class Standing:
     def outlook(self) -> Outlook:
         """What the next one may expect, if this one has failed."""
         return self._cause.outlook
+
+    @property
+    def transient(self) -> bool:
+        """Whether the cause of its failure may go away by itself."""
+        return self._cause.transient
 
     def take_actions(self) -> list[Action]:
         """Return what is to be done, in order, and forget it."""

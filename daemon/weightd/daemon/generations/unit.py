@@ -162,7 +162,7 @@ class Unit(Life):
         """A process says that it cannot do what it is for."""
         child = self._present(name)
         if child is not None:
-            loss = Loss(broken.cause, child.state, no_room=broken.no_room)
+            loss = Loss(broken.cause, child.state, no_room=broken.no_room, transient=broken.transient)
             self._lost(child, loss, is_symptom=symptoms.in_words(broken.cause))
 
     def leaving(self, name: str, now: float, why: str = "") -> None:
@@ -190,7 +190,8 @@ class Unit(Life):
         # A broker may end by itself when its ranks have left.
         if was in COUNTED and not (self.state is GenerationState.DRAINING and end.status == 0):
             port_taken = was is ChildState.HOLDING and symptoms.is_port_taken(end, have_met=have_met)
-            loss = Loss(str(end), was, is_useful=useful, by_signal=end.killed, no_room=port_taken)
+            transient = end.is_transient
+            loss = Loss(str(end), was, is_useful=useful, by_signal=end.killed, no_room=port_taken, transient=transient)
             self._lost(child, loss, is_symptom=is_symptom)
         elif was is ChildState.KILLED:
             self._learned(child, end, is_own=symptoms.is_own(end) and not is_symptom)
@@ -338,7 +339,8 @@ class Unit(Life):
         if loss.was in COUNTED:
             self.deaths += 1
             self.mishaps.died()
-        cause = Cause(loss.why, child.name, outlook=self._outlook(loss, is_symptom=is_symptom))
+        outlook = self._outlook(loss, is_symptom=is_symptom)
+        cause = Cause(loss.why, child.name, outlook=outlook, transient=loss.transient or loss.no_room)
         if self.state in ACTIVE:
             self._is_symptom = is_symptom
             self._end(cause)

@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weightd.shared.transient import mentions_transient
+
 # By these a process dies of what it does itself. Whoever sends another one decides so from outside.
 _CRASHES = frozenset(
     {
@@ -38,11 +40,18 @@ class End:
         status: the exit status, negative for a signal; None where nobody knows it, or there was no process.
         words: the last ones of its log, or why there was no process.
         by: who has ended it.
+        not_started: there was no process for a cause that may go away by itself.
     """
 
     status: int | None
     words: str = ""
     by: By = By.UNKNOWN
+    not_started: bool = False
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the cause of the end may go away by itself, as far as that is known."""
+        return self.not_started or self.from_outside or mentions_transient(self.words)
 
     @property
     def blames(self) -> bool:

@@ -87,6 +87,12 @@ class Deployment(Deployed):
         self._load(source)
         self._wanted = again
 
+    def retry(self, source: Source) -> None:
+        """Load again what has `failed`."""
+        self._machine.advance(StageEvent.RETRY)
+        self._restarts = Restarts()
+        self._load(source)
+
     def pinned(self, source: Source, snapshot: Snapshot, now: float, canary: Canary | None = None) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
@@ -96,10 +102,10 @@ class Deployment(Deployed):
             self._pinned = snapshot, canary
             self.reconcile(now)
 
-    def pin_failed(self, source: Source, cause: str, now: float) -> None:
-        """There is no snapshot of a source."""
+    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         if self._pins(source) and self.coming is not None:
-            self.coming.failed(cause, now)
+            self.coming.failed(cause, now, transient=transient)
             self.reconcile(now)
 
     def switch(self, now: float) -> None:
@@ -289,6 +295,7 @@ class Deployment(Deployed):
             self._machine.advance(StageEvent.SETTLE)
         self._restarts.became_ready()
         self._blamed = None
+        self._is_unserved = False
         if old is not None:
             _log.info("%s takes over from %s", coming.label, old.label, extra=coming.about())
             self._leave(old, now)
@@ -315,13 +322,15 @@ class Deployment(Deployed):
         self._blamed = coming
         if self._stage is Stage.STOPPING:
             return
-        if self.updating:
+        if self._stage is Stage.REPAIRING:
+            self._fail(coming)
+        elif self.updating:
             self._machine.advance(StageEvent.SETTLE)
         elif coming.outlook is Outlook.ROOM:
             # Copies of the weights in each process would find less.
             self._restarts.no_room(now, self.terms.room_timeout)
             self._try_again(coming)
-        elif self._succession.fall_back and self.terms.sharing and coming.sha256 and coming.built is None:
+        elif self._falls_back(coming):
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 coming.label,
@@ -331,7 +340,7 @@ class Deployment(Deployed):
             self.terms = self.terms.private()
             self._wanted = coming.source
             return
-        elif coming.built is not None and coming.built.is_template:
+        elif coming.built is not None and coming.built.is_template and not coming.transient:
             _log.warning(
                 "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
                 coming.label,
@@ -348,6 +357,11 @@ class Deployment(Deployed):
             self._try_again(coming)
         self._tell_failed(coming)
 
+    def _falls_back(self, coming: Life) -> bool:
+        """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
+        cannot_share = self.terms.sharing and bool(coming.sha256) and coming.built is None
+        return self._succession.fall_back and cannot_share and not coming.transient
+
     def _try_again(self, coming: Life) -> None:
         if self._stage is Stage.KEEPING or not self._restarts.failing:
             # What has served before was good: it is not given up, whatever is in its way now.
@@ -359,9 +373,9 @@ class Deployment(Deployed):
 
     def _fail(self, last: Life) -> None:
         self._machine.advance(StageEvent.FAIL)
-        _log.error(
-            "%s failed: %s; no other is tried on %s", last.label, last.cause, self.device.name, extra=last.about()
-        )
+        self._is_unserved = True
+        follows = "" if last.transient else f"; nothing is loaded on {self.device.name} before a reload or an update"
+        _log.error("%s failed: %s%s", last.label, last.cause, follows, extra=last.about())
 
     def _tell_failed(self, generation: Life) -> None:
         """Tell why, unless that was told with what follows."""

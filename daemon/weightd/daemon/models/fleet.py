@@ -25,11 +25,16 @@ Make = Callable[[str, ModelConfig, Numbers], Model]
 
 
 class Change(NamedTuple):
-    """What a new configuration changes: the names of models."""
+    """What a new configuration changes: the names of models.
+
+    Attributes:
+        retried: those that have failed, and are loaded again as they are.
+    """
 
     added: tuple[str, ...]
     changed: tuple[str, ...]
     removed: tuple[str, ...]
+    retried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{what} {', '.join(names)}" for what, names in zip(self._fields, self, strict=True) if names]
@@ -85,6 +90,11 @@ class Fleet:
             tuple(name for name in configs if name not in self.models),
             tuple(name for name, config in configs.items() if name in self.models and self._differs(name, config)),
             tuple(name for name in self.models if name not in configs),
+            tuple(
+                name
+                for name, config in configs.items()
+                if name in self.models and not self._differs(name, config) and self.models[name].may_retry
+            ),
         )
         for name in (*change.changed, *change.removed):
             if self.models[name].updating:
@@ -99,6 +109,8 @@ class Fleet:
             self._start(name, configs[name], now)
         for name in change.changed:
             self._replace(name, configs[name], now)
+        for name in change.retried:
+            self.models[name].retry(now)
         # In the order of the file, which is that of the status.
         self.models = {name: self.models[name] for name in configs}
 

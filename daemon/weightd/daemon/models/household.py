@@ -99,10 +99,21 @@ class Household:
             for deployment in self.deployments:
                 deployment.pinned(self._source, joint, now)
 
-    def pin_failed(self, cause: str, now: float) -> None:
+    def pin_failed(self, cause: str, now: float, *, transient: bool) -> None:
         """There is no snapshot of one member: nobody can be loaded."""
         for deployment in self.deployments:
-            deployment.pin_failed(self._source, cause, now)
+            deployment.pin_failed(self._source, cause, now, transient=transient)
+        self.settle(now)
+
+    def retry(self, now: float) -> None:
+        """Load again what has failed."""
+        if all(each.failed for each in self.deployments):
+            self._source = Source(self.group.name, number=self._numbers.source())
+            for member in self.members:
+                member.renew_source()
+        for deployment in self.deployments:
+            if deployment.failed:
+                deployment.retry(self._source)
         self.settle(now)
 
     def will_leave(self) -> None:
@@ -240,10 +251,15 @@ class Member(Model):
         self._sources.snapshots.taken(source, snapshot)
         self._household.settle(now)
 
-    def pin_failed(self, source: Source, cause: str, now: float) -> None:
-        """There is no snapshot of a source."""
+    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         self._sources.snapshots.failed(source)
-        self._household.pin_failed(f"{self.name}: {cause}", now)
+        self._household.pin_failed(f"{self.name}: {cause}", now, transient=transient)
+
+    def retry(self, now: float) -> None:
+        """Load the group again, as far as it has failed."""
+        if self.may_retry:
+            self._household.retry(now)
 
     def will_leave(self) -> None:
         """It is served no more; who waits for the room of the process waits for all members."""
@@ -269,6 +285,10 @@ class Member(Model):
         """A process is to be started."""
         self._sources.snapshots.want(self._sources.current, now + self.config.load_timeout)
 
+    def renew_source(self) -> None:
+        """Read the model's files again."""
+        self._sources.anew()
+
     def wake(self) -> None:
         """A device has room again."""
         self._wake()
@@ -278,6 +298,7 @@ class Member(Model):
         built = self._built()
         if self.desk.signature.built is None and built is not None:
             self.desk.learn(built)
+        self._plan_retry(now)
         self._refusal = standing.refusal(self.name, self.deployments)
         if self._refusal is not None and self._phase is not Phase.REPLACED:
             self.desk.close(self._refusal.error())

@@ -26,6 +26,7 @@ from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children, Clients
 from weightd.daemon.models.ranks import rooms, succession
 from weightd.daemon.models.records import ModelRecord
+from weightd.daemon.models.retries import NEVER, Retries
 from weightd.daemon.models.sources import Numbers, Sources
 from weightd.daemon.models.stage import Predecessor
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent, Refusal
@@ -90,6 +91,7 @@ class Model:
         self._refusal: Refusal | None = None
         # Of what its devices and snapshots wait for.
         self._next_tick = float("inf")
+        self._retries = Retries()
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Model:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        if self._refusal is not None:
+        if self._refusal is not None and not self.may_retry:
             raise self._refusal.error()
         self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback)
         self._settle(now)
@@ -190,18 +192,29 @@ class Model:
         self._tell_pinned(now)
         self._settle(now)
 
-    def pin_failed(self, source: Source, cause: str, now: float) -> None:
-        """There is no snapshot of a source."""
+    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+        """There is no snapshot of a source; `transient`: the cause may go away by itself."""
         self._sources.snapshots.failed(source)
         for deployment in self.deployments:
-            deployment.pin_failed(source, cause, now)
+            deployment.pin_failed(source, cause, now, transient=transient)
+        self._settle(now)
+
+    def retry(self, now: float) -> None:
+        """Load again what has failed, from the files as they are now."""
+        if not self.may_retry:
+            return
+        source = self._sources.anew() if self.has_failed else self._sources.current
+        for deployment in self.deployments:
+            if deployment.failed:
+                deployment.retry(source)
         self._settle(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         self.desk.expire(now, lambda error: standing.explained(error, self.name, self.deployments))
         for source in self._sources.snapshots.overdue(now):
-            self.pin_failed(source, f"no snapshot within load_timeout, {self.config.load_timeout:g} s", now)
+            cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
+            self.pin_failed(source, cause, now, transient=True)
         self.desk.guard.look(now)
         self._crew.watch([(each, each.serving) for each in self.deployments if each.serving is not None], now)
         due = [deployment for deployment in self.deployments if now >= deployment.next_tick]
@@ -209,6 +222,8 @@ class Model:
             deployment.tick(now)
         if due:
             self._settle(now)
+        if now >= self._retries.due and self.may_retry:
+            self.retry(now)
         self.desk.dispatch_gathered(now)
         self._update_next_tick()
 
@@ -355,8 +370,17 @@ class Model:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no device will ever serve it."""
+        """Whether no device serves it, or loads it."""
         return all(each.failed for each in self.deployments)
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether `retry` would load something."""
+        return any(each.failed for each in self.deployments) and not self.updating and not self.draining
+
+    def retry_in(self, now: float) -> float | None:
+        """Return the seconds until what has failed is loaded again by itself; None if it is not."""
+        return max(0.0, self._retries.due - now) if self.may_retry and self._retries.due != NEVER else None
 
     @property
     def deaths(self) -> int:
@@ -416,11 +440,25 @@ class Model:
             self._perform_all(now)
         if self.desk.signature.built is None and (built := standing.built(self.deployments)) is not None:
             self.desk.learn(built)
+        self._plan_retry(now)
         self._refusal = standing.refusal(self.name, self.deployments)
         if self._refusal is not None and self._phase is not Phase.REPLACED:
             self.desk.close(self._refusal.error())
         self.desk.dispatch(now)
         self._update_next_tick()
+
+    def _plan_retry(self, now: float) -> None:
+        """Plan the next attempt to load what has failed of a cause that may go away by itself."""
+        if all(each.serving is not None for each in self.deployments):
+            self._retries.succeeded()
+        elif self.updating:
+            pass  # should that fail, the next attempt is due as before
+        elif not any(each.failed for each in self.deployments):
+            self._retries.cancel()
+        elif self._retries.due == NEVER and any(each.transient for each in self.deployments):
+            self._retries.failed(now)
+            extra = self.main.about()
+            _log.warning("%s: next attempt to load it in %g s", self.name, self._retries.due - now, extra=extra)
 
     def _perform_all(self, now: float) -> None:
         """Perform what is wanted, and what comes of it."""
@@ -440,6 +478,7 @@ class Model:
 
     def _update_next_tick(self) -> None:
         due = self._sources.snapshots.next_event
+        due = min(due, self._retries.due) if self.may_retry else due
         self._next_tick = min(due, *(each.next_tick for each in self.deployments))
         # Whatever is due sooner after this tells the timer: the loop looks at that alone.
         self.timer.set(self.next_event)

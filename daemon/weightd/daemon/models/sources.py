@@ -60,9 +60,18 @@ class Sources:
         """Return a new source: this file, "" for the present one, with these weights, "" for its own."""
         return Source(path or self.current.path, weights, self._numbers.source())
 
+    def anew(self) -> Source:
+        """Read the present source again, of which nothing serves: return it with a new number."""
+        before, self.current = self.current, self.new("", self.current.weights)
+        self.drop(before)
+        return self.current
+
     def took_over(self, source: Source) -> None:
-        """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again."""
-        outdated, before = self.previous, self.current
+        """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again.
+
+        What has no snapshot has not served: nobody can go back to it.
+        """
+        outdated, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
         back = source == outdated
         self.current, self.previous, self.undone = (source, None, before) if back else (source, before, None)
         for each in (outdated, before):

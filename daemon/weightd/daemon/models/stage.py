@@ -18,11 +18,12 @@ from weightd.daemon.models.budget import Room
 class Stage(enum.Enum):
     """What becomes of a generation that fails depends on it."""
 
-    FIRST = "first"  # nothing has served yet: what cannot be loaded is given up
+    FIRST = "first"  # nothing has served yet: what cannot be loaded is FAILED
     KEEPING = "keeping"  # something has served: what is lost is loaded again and again
     UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
     AWAY = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
-    FAILED = "failed"  # no further generation is tried
+    FAILED = "failed"  # nothing is loaded before a retry or an update
+    REPAIRING = "repairing"  # an update is loaded where nothing has served
     STOPPING = "stopping"  # everything winds down
 
 
@@ -35,15 +36,20 @@ class StageEvent(enum.Enum):
     MAKE_WAY = "make way"
     COME_AGAIN = "come again"
     FAIL = "fail"
+    RETRY = "retry"
     STOP = "stop"
 
 
-LOADS = frozenset({Stage.FIRST, Stage.KEEPING, Stage.UPDATING})
+LOADS = frozenset({Stage.FIRST, Stage.KEEPING, Stage.UPDATING, Stage.REPAIRING})
 
 STAGE: Mapping[tuple[Stage, StageEvent], Stage] = {
     (Stage.FIRST, StageEvent.SERVE): Stage.KEEPING,
     (Stage.FIRST, StageEvent.FAIL): Stage.FAILED,
     (Stage.KEEPING, StageEvent.UPDATE): Stage.UPDATING,
+    (Stage.FAILED, StageEvent.RETRY): Stage.FIRST,
+    (Stage.FAILED, StageEvent.UPDATE): Stage.REPAIRING,
+    (Stage.REPAIRING, StageEvent.SETTLE): Stage.KEEPING,
+    (Stage.REPAIRING, StageEvent.FAIL): Stage.FAILED,
     (Stage.UPDATING, StageEvent.SETTLE): Stage.KEEPING,
     (Stage.KEEPING, StageEvent.MAKE_WAY): Stage.AWAY,
     (Stage.AWAY, StageEvent.COME_AGAIN): Stage.KEEPING,
@@ -105,6 +111,7 @@ class Deployed:
         # The one that tells why there is none, or no better one.
         self._blamed: Life | None = None
         self._last: Life | None = None
+        self._is_unserved = False
         # What the next generation loads, once there may be one.
         self._wanted: Source | None = None
         self._machine = Machine(STAGE, Stage.FIRST, f"a deployment on {device.name}", {})
@@ -145,12 +152,22 @@ class Deployed:
     @property
     def updating(self) -> bool:
         """Whether what `update` has loaded is still on its way."""
-        return self._stage is Stage.UPDATING
+        return self._stage in (Stage.UPDATING, Stage.REPAIRING)
 
     @property
     def failed(self) -> bool:
-        """Whether no further generation is tried."""
+        """Whether nothing has served and nothing is loaded, until a retry or an update."""
         return self._stage is Stage.FAILED
+
+    @property
+    def is_unserved(self) -> bool:
+        """Whether it has `failed`, and no attempt since has succeeded."""
+        return self._is_unserved
+
+    @property
+    def transient(self) -> bool:
+        """Whether it has failed of a cause that may go away by itself."""
+        return self.failed and self._blamed is not None and self._blamed.transient
 
     @property
     def is_lost(self) -> bool:

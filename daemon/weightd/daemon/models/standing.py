@@ -36,7 +36,7 @@ PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
 
 
 class Refusal(NamedTuple):
-    """Why nobody will ever serve a model: what has failed is not tried again, whoever waits."""
+    """Why nobody serves a model, or loads it: requests are refused at once."""
 
     kind: type[RequestError]
     text: str
@@ -47,10 +47,12 @@ class Refusal(NamedTuple):
 
 
 def refusal(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
-    """Return why nobody will ever serve the model of this name, if nobody will."""
+    """Return why nobody serves the model of this name, or loads it, if that is so."""
     if all(each.failed for each in deployments):
         causes = list(dict.fromkeys(each.cause for each in deployments))
-        return Refusal(FailedPrecondition, f"{name} failed: {'; '.join(causes)}")
+        # The client may try again where the daemon does.
+        kind = Unavailable if any(each.transient for each in deployments) else FailedPrecondition
+        return Refusal(kind, f"{name} failed: {'; '.join(causes)}")
     if any(each.serving is not None or each.busy for each in deployments):
         return None
     return Refusal(Unavailable, f"{name} is being unloaded")

@@ -77,9 +77,7 @@ class Updates:
         if self._update is not None:
             raise Unavailable(f"{self._name} is being updated already")
         for each in self._deployments:
-            if each.failed:
-                raise FailedPrecondition(f"{self._name} has failed on {each.device.name}: {each.cause}")
-            if not each.is_lost and (each.serving is None or each.busy):
+            if not each.failed and not each.is_lost and (each.serving is None or each.busy):
                 raise Unavailable(f"{self._name} is loading on {each.device.name}: try again once it serves")
         if rollback:
             source = self._previous()

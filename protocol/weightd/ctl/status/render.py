@@ -66,6 +66,8 @@ def _model(model: ModelStatus) -> Iterator[str]:
     yield from _executions(model)
     if model.deaths or model.quarantined:
         yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
+    if model.retry_s is not None:
+        yield f"  next attempt to load it in {model.retry_s:.0f} s"
     if model.note:
         yield from paragraph("note", model.note, "  ")
     if model.group:

@@ -213,10 +213,12 @@ class Broken:
     """child → daemon: build or attach failed for this cause; the process exits.
 
     `no_room`: the card has no memory or no place for this process; some may come free late after another one's end.
+    `transient`: the cause may go away by itself, as a full disk may.
     """
 
     cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     no_room: bool = field(default=False, metadata=boolean())
+    transient: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,13 @@ class Reload:
 
 @dataclass(frozen=True)
 class ReloadResponse:
-    """daemon → client: the file is good and in force; these models load, roll to what it says now, or drain."""
+    """daemon → client: the file is good and in force; these models load, roll to what it says now, or drain.
+
+    `retried` had failed, and are loaded again as they are.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     added: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
     changed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
     removed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    retried: Tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))

@@ -127,7 +127,8 @@ class ModelStatus:
     `path` and `weights` are what serves, or is to: after an update not what the configuration names.
     `deaths` are processes that ended without being asked to; `quarantined` are contents of requests that are refused
     because workers died of them; `note` is what went wrong last with a change of the model. `group` is that of the
-    models with which it shares its processes.
+    models with which it shares its processes. `retry_s`: seconds until a model that has failed is loaded again by
+    itself; absent where it is not.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -146,6 +147,7 @@ class ModelStatus:
     weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
     executions: Optional[ExecutionsStatus] = field(default=None, metadata=record(ExecutionsStatus))
     group: str = field(default="", metadata=left_out(text(limits.MAX_NAME_BYTES, empty=True)))
+    retry_s: Optional[float] = field(default=None, metadata=number())
 
 
 @dataclass(frozen=True)

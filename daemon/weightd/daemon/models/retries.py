@@ -1,0 +1,39 @@
+"""When a model that could not be loaded is loaded again by itself."""
+
+from __future__ import annotations
+
+_FIRST_DELAY_S = 1.0
+_MAX_DELAY_S = 60.0
+
+# Doublings that lead past the longest delay.
+_MAX_DOUBLINGS = 6
+
+NEVER = float("inf")
+
+
+class Retries:
+    """Exponential back-off between two attempts to load a model. Times are monotonic seconds.
+
+    Attributes:
+        due: when the next attempt is; `NEVER` if none is planned.
+    """
+
+    def __init__(self) -> None:
+        self.due = NEVER
+        self._failures = 0
+
+    def failed(self, now: float) -> None:
+        """Plan the next attempt, unless one is planned."""
+        if self.due == NEVER:
+            delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**self._failures)
+            self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
+            self.due = now + delay
+
+    def cancel(self) -> None:
+        """Plan no attempt; the delay before the next one is not shorter for that."""
+        self.due = NEVER
+
+    def succeeded(self) -> None:
+        """Begin with the shortest delay again."""
+        self.due = NEVER
+        self._failures = 0

@@ -1,0 +1,54 @@
+"""Which failures may go away by themselves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Optional
+
+import pytest
+
+from weightd.protocol.errors import WeightdError
+from weightd.shared.transient import is_transient, mentions_transient
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOENT, True),
+        (errno.ENOSPC, True),
+        (errno.EMFILE, True),
+        (errno.ENFILE, True),
+        (errno.EAGAIN, True),
+        (errno.ENOMEM, True),
+        (errno.ESTALE, True),
+        (errno.EACCES, False),
+        (errno.EISDIR, False),
+        (errno.EINVAL, False),
+    ],
+)
+def test_an_error_of_the_system_tells_by_its_number(number: int, expected: bool) -> None:
+    error = OSError(number, os.strerror(number))
+    assert is_transient(error) is expected
+    assert mentions_transient(f"OSError: [Errno {number}] {error.strerror}: '/x'") is expected
+
+
+def test_what_it_has_led_to_is_as_transient_as_the_cause() -> None:
+    caught: Optional[BaseException] = None
+    try:
+        try:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        except OSError:
+            raise WeightdError("cannot load the model") from None
+    except WeightdError as error:
+        caught = error
+    assert is_transient(caught)
+    assert not is_transient(WeightdError("not a model"))
+    assert not is_transient(None)
+
+
+def test_memory_and_threads_may_come_free() -> None:
+    assert is_transient(MemoryError())
+    assert mentions_transient("RuntimeError: can't start new thread")
+    assert mentions_transient("terminate called after throwing an instance of 'std::bad_alloc'")
+    assert not mentions_transient("Segmentation fault")
