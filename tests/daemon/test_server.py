@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +12,17 @@ import pytest
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.load import Config, ConfigError
+from weightd.daemon.config.load import Config
 from weightd.daemon.continuity import handover
 from weightd.daemon.continuity.config_file import ConfigFile
+from weightd.daemon.continuity.reading import read_file
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
+from weightd.daemon.models.fleet import Change
 from weightd.daemon.observe.memory import Memory
 from weightd.daemon.server import Server
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
-from weightd.protocol.errors import RequestError, ResourceExhausted, Unavailable
+from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.journal import Logs, LogsResponse
 from weightd.protocol.messages.status import StatusResponse
 
@@ -28,6 +30,12 @@ from weightd.protocol.messages.status import StatusResponse
 def begun(path: Path) -> Any:
     file = ConfigFile(path, Manager({}))
     return Server(file.begin(), file)
+
+
+def reload(server: Any, now: float) -> Change:
+    """Put in force what the file says, without a process that reads it."""
+    change: Change = server._renew(read_file(server._file.path, server._file.listening), now)
+    return change
 
 
 def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
@@ -48,7 +56,7 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     server._fleet.models["m"] = SimpleNamespace(updating=True, successor=None, config=server._config.models["m"])
     written(2000, 2)
     with pytest.raises(Unavailable):
-        server._reload(0.0)
+        reload(server, 0.0)
     assert device.capacity == 1000 * 2**20
 
 
@@ -59,7 +67,7 @@ def test_where_clients_connect_is_changed_by_a_restart_alone(tmp_path: Path) -> 
     server = begun(path)
     path.write_text('[listeners.two]\naddress = "ipc:///run/one"\n' + model)
     with pytest.raises(RequestError) as caught:
-        server._reload(0.0)
+        reload(server, 0.0)
     assert str(caught.value).splitlines() == [
         f"{path}: listeners.one.address: expected 'ipc:///run/one' as before, got None: restart",
         f"{path}: listeners.two.address: expected None as before, got 'ipc:///run/one': restart",
@@ -74,14 +82,14 @@ def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_pa
     config = server._config.models["m"]
     server._fleet.models["m"] = SimpleNamespace(updating=False, successor=None, config=config, may_retry=False)
     server._backend = SimpleNamespace(prepare=list)
-    server._reload(0.0)
+    reload(server, 0.0)
     device = server._devices["ascend:0"]
     assert device.capacity == 1000 * 2**20
     device.said = 7
-    server._reload(0.0)
+    reload(server, 0.0)
     assert device.capacity == 1000 * 2**20
     path.write_text(model)
-    server._reload(0.0)
+    reload(server, 0.0)
     assert device.capacity == 7
 
 
@@ -125,12 +133,13 @@ def test_an_update_is_told_once_the_next_daemon_would_know_of_it(managed: Any, m
 
 
 def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: socket.socket) -> None:
-    managed._file = mock.Mock(**{"read.side_effect": ConfigError("wrong")})
-    managed._on_hangup(time.monotonic())
+    managed._file = mock.Mock()
+    managed._reload = mock.Mock(side_effect=InvalidArgument("wrong"))
+    managed._on_hangup(1.0)
     with pytest.raises(BlockingIOError):
         notified.recv(4096)
     managed._herald.ready = True
-    managed._on_hangup(time.monotonic())
+    managed._on_hangup(1.0)
     assert notified.recv(4096).startswith(b"RELOADING=1")
     assert notified.recv(4096) == b"READY=1"
 
@@ -207,7 +216,7 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     server._fleet, server._backend, server._frontend = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
     server._gates = mock.Mock()
     path.write_text(f"[daemon]\naccounting_interval = 5\nmax_job_s = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{model}")
-    server._reload(0.0)
+    reload(server, 0.0)
     assert [tenant.name for tenant in server._tenants] == ["ann"]
     server._frontend.renew.assert_called_once_with()
     server._gates.admit.assert_called_once_with({"default": ()})
@@ -217,7 +226,7 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):
         path.write_text(f"[tenants.ann]\n{broken}\n{model}")
         with pytest.raises(RequestError):
-            server._reload(1.0)
+            reload(server, 1.0)
         assert server._tenants.get("ann") is ann
         assert ann.config.user_ids == (1, 1001)
 
@@ -231,14 +240,84 @@ def test_reloads_are_counted_by_how_they_end_and_meters_go_with_their_models(tmp
     server._gates = mock.Mock()
     meter = server._meters.of("n")
     server._meters.of("m")
-    path.write_text(model % "n")
-    server._reload(0.0)
-    path.write_text("[models")
-    with pytest.raises(RequestError):
-        server._reload(1.0)
+    outcomes: list[Any] = []
+    for text in (model % "n", "[models"):
+        path.write_text(text)
+        server._reading = [outcomes.append]
+        server._config_was_read(read_file(path))
+    assert [isinstance(each, RequestError) for each in outcomes] == [False, True]
     assert (server._totals.reloads, server._totals.refused_reloads) == (1, 1)
     assert [each.model for each in server._meters.figures()] == ["n"]
     assert server._meters.of("n") is meter
+
+
+def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_come_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "weightd.toml"
+    path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
+    server = begun(path)
+    server._fleet, server._backend, server._frontend = mock.MagicMock(models=["m"]), mock.MagicMock(), mock.Mock()
+    server._gates = mock.Mock()
+    server._fleet.compare.return_value = Change((), (), ())
+    server._reader = mock.Mock()
+    for number in ("1", "2"):
+        server.ask_reload(b"client", number)
+    for _ in range(2):
+        server._read_config()
+    server.ask_reload(b"client", "3")
+    server._read_config()
+    [((_, _, tell), _)] = server._reader.start.call_args_list
+    tell(read_file(path))
+    told = server._frontend.tell_reloaded
+    assert [call.args[1].id for call in told.call_args_list] == ["1", "2"]
+    assert server._reader.start.call_count == 2
+    path.write_text("[models")
+    tell(read_file(path))
+    assert [call.args[1] for call in server._frontend.tell_error.call_args_list] == ["3"]
+    server._read_config()
+    assert server._reader.start.call_count == 2
+    # A process that cannot be started is an answer, too.
+    server._reader.start.side_effect = OSError(11, "Resource temporarily unavailable")
+    server.ask_reload(b"client", "4")
+    server._read_config()
+    assert "cannot start the process" in str(server._frontend.tell_error.call_args.args[2])
+    for each in range(16):
+        server.ask_reload(b"client", f"more {each}")
+    with pytest.raises(ResourceExhausted):
+        server.ask_reload(b"client", "one more")
+
+
+def test_a_reload_looks_for_the_files_of_the_models_that_it_would_load(tmp_path: Path) -> None:
+    path, none, there = tmp_path / "weightd.toml", tmp_path / "none.onnx", tmp_path / "there.mindir"
+    there.write_bytes(b"a model")
+    old = f'[models.old]\npath = "{none}"\npython = "python3"\n'
+    path.write_text(old)
+    server = begun(path)
+    config = server._config.models["old"]
+    server._fleet.models["old"] = SimpleNamespace(updating=False, successor=None, config=config, may_retry=False)
+    server._backend = SimpleNamespace(prepare=list)
+    # What is loaded already is served from a copy.
+    assert not any(reload(server, 0.0))
+    (tmp_path / "d.onnx").mkdir()
+    os.mkfifo(tmp_path / "pipe.npz")
+    model = f'path = "{there}"\n'
+    wrong = {
+        'path = "none.onnx"\n': "path: {0}/none.onnx: No such file or directory",
+        'path = "d.onnx"\n': "path: {0}/d.onnx: expected a file, got a directory",
+        model + 'python = "./python"\n': "python: {0}/python: cannot be run: expected an executable file",
+        model + 'canary = "none.npz"\n': "canary: {0}/none.npz: No such file or directory",
+        model + 'canary = "pipe.npz"\n': "canary: {0}/pipe.npz: expected a regular file",
+        model + 'mindspore_lite.config_file = "none"\n': "mindspore_lite.config_file: {0}/none: No such file",
+    }
+    for table, problem in wrong.items():
+        python = "" if "python" in table else 'python = "python3"\n'
+        path.write_text(f"{old}[models.new]\n{python}{table}")
+        with pytest.raises(InvalidArgument) as caught:
+            reload(server, 0.0)
+        assert str(caught.value).startswith(f"{path}: models.new.{problem.format(tmp_path)}")
+        assert (list(server._fleet.models), server._file.note) == (["old"], f"not reloaded: {caught.value}")
+    path.write_text(f'[models.old]\npath = "{none}"\npython = "python3"\nworkers = 2\n')
+    with pytest.raises(InvalidArgument, match=r"models\.old\.path"):
+        reload(server, 0.0)
 
 
 def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:

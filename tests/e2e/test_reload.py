@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) 
             with pytest.raises(InvalidArgument) as caught:
                 client.reload()
             assert [each for each in problems if each not in str(caught.value)] == [], caught.value
+        service.config.unlink()
+        os.mkfifo(service.config)
+        with pytest.raises(InvalidArgument, match="expected a regular file"):
+            client.reload()
+        service.config.unlink()
+        service.config.write_text(text.replace("mlp.onnx", "none.onnx"), "utf-8")
+        with pytest.raises(InvalidArgument, match=r"models\.mlp\.path: .*none.onnx: No such file or directory"):
+            client.reload()
     os.kill(service.pid, signal.SIGHUP)
     until(lambda: "not reloaded, nothing has changed" in service.log, "the log says so")
     assert pids(service) == before
@@ -66,12 +75,19 @@ def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) 
 def test_a_change_that_cannot_be_loaded_leaves_what_serves(
     service: Service, text: str, questions: list[Question]
 ) -> None:
-    service.config.write_text(text.replace("mlp.onnx", "none.onnx"), "utf-8")
+    bad = service.config.with_name("bad.onnx")
+    bad.write_bytes(b"not a model")
+    os.utime(bad, (1e9, 1e9))
     with service.client() as client:
+        # The engine refuses it, or what looks at the file before a process is started.
+        service.config.write_text(re.sub(r'path = ".*mlp.onnx"', f'path = "{bad}"', text), "utf-8")
+        with pytest.raises(InvalidArgument, match=r"models\.mlp\.path: .*bad.onnx: expected an ONNX model"):
+            client.reload()
+        bad.write_bytes(b"\x08\x08")
         client.reload()
         note = until(lambda: model_status(service, "mlp").note, "it is told")
         assert "the changed configuration is not in force" in note
-        assert "No such file" in note
+        assert "onnxruntime" in note
         ask_all(client, "mlp", questions)
 
 

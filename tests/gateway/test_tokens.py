@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_somebody_who_writes_the_token_itself_does_not_find_it_in_the_log() -> N
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TokenFileError, match="No such file"):
         read(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TokenFileError, match="expected a regular file"):
+        read(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(TokenFileError, match="expected a file of at most 67,108,864 bytes"):
+        read(tmp_path / "huge")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TokenFileError, match="expected text in UTF-8"):
         read(tmp_path / "bytes")

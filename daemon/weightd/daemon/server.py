@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import zmq
@@ -16,6 +16,7 @@ import zmq
 from weightd.daemon import exits
 from weightd.daemon.children.backend import Backend
 from weightd.daemon.children.meter import Copied
+from weightd.daemon.children.running import Running
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
@@ -32,6 +33,7 @@ from weightd.daemon.continuity.herald import Herald
 from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.ledger import Entry, Ledger
 from weightd.daemon.continuity.listening import Listening, listen
+from weightd.daemon.continuity.reading import ConfigReader, Read
 from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
@@ -92,6 +94,12 @@ _MAX_SURVEYS = 16
 
 # Of libzmq, in a process with one context.
 _ZEROMQ_THREADS = 2
+# A reload reads the file once for all that wait for it.
+_MAX_RELOADS = 16
+
+# For a file, and for those that it names: a file system may not answer.
+_READ_TIMEOUT_S = 60.0
+_NEVER = float("inf")
 
 # Few may ask for logs, and each question may read a megabyte.
 _MAX_TAILS = 4
@@ -159,6 +167,11 @@ class Server:
         self._terminal = Terminal()
         self._scrapes: Scrapes | None = None
         self._patience = Timer(self._end)
+        self._reader = ConfigReader(Running(self._loop))
+        self._patience_with_reader = Timer(lambda _: self._reader.give_up())
+        # Whom to tell of the reload under way, and of the next one.
+        self._reading: list[Callable[[Change | RequestError], object]] = []
+        self._reloads: list[Callable[[Change | RequestError], object]] = []
         self._sign = Timer(self._tell_manager)
 
     def run(self) -> int:
@@ -221,7 +234,7 @@ class Server:
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
-        for timer in (*self._accounting.timers, self._ledger.timer):
+        for timer in (*self._accounting.timers, self._ledger.timer, self._patience_with_reader):
             self._loop.add_timer(timer)
         if self._manager.there:
             self._sign.set(0.0)
@@ -306,6 +319,7 @@ class Server:
             self._loop.run()
         finally:
             self._loop.each_turn(None)
+            self._reader.give_up()
             if self._keeping is None:
                 self._backend.kill_all()
             self._backend.close()
@@ -467,53 +481,94 @@ class Server:
         if tell:
             self._manager.reloading()
         try:
-            self._reload(now)
+            self._reload(functools.partial(self._hung_up, tell=tell))
         except RequestError as error:
-            _log.error("not reloaded, nothing has changed: %s", error)
+            self._hung_up(error, tell=tell)
+
+    def _hung_up(self, outcome: Change | RequestError, *, tell: bool) -> None:
+        if isinstance(outcome, RequestError):
+            _log.error("not reloaded, nothing has changed: %s", outcome)
         if tell:
             self._manager.notify("READY=1")
 
-    def reload(self, request_id: str) -> ReloadResponse:
-        """A client wants the configuration to be read again.
+    def ask_reload(self, client: bytes, request_id: str) -> None:
+        """A client wants the configuration to be read again: it is told how that has ended.
 
         Raises:
             RequestError: nothing has changed.
         """
-        return ReloadResponse(request_id, *self._reload(clock.now()))
+        self._reload(functools.partial(self._answer_reload, client, request_id))
 
-    def _reload(self, now: float) -> Change:
-        """Read the configuration file again and make it true, and count that.
+    def _answer_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
+        if isinstance(outcome, RequestError):
+            self._frontend.tell_error(client, request_id, outcome)
+        else:
+            self._frontend.tell_reloaded(client, ReloadResponse(request_id, *outcome))
+
+    def _reload(self, on_end: Callable[[Change | RequestError], object]) -> None:
+        """Have the configuration file read again; call `on_end` once it is in force, or refused.
 
         Raises:
             RequestError: nothing has changed.
         """
-        try:
-            change = self._renew(now)
-        except RequestError:
-            self._totals.refused_reloads += 1
-            raise
-        self._totals.reloads += 1
-        return change
-
-    def _renew(self, now: float) -> Change:
-        """Read the configuration file again and make it true.
-
-        Raises:
-            InvalidArgument: the file is wrong, or there is none; nothing has changed.
-            Unavailable: not now; nothing has changed.
-        """
-        file = self._file
-        if file is None:
+        if self._file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
         if self._shutdown.begun:
             raise Unavailable("weightd is stopping")
+        if len(self._reloads) == _MAX_RELOADS:
+            raise ResourceExhausted(f"{_MAX_RELOADS} reloads wait already")
+        self._reloads.append(on_end)
+        if len(self._reloads) == 1:
+            self._loop.soon(self._read_config)
+
+    def _read_config(self) -> None:
+        """Have the file read for all that wait; a reload that comes later reads it once more."""
+        if self._file is None or self._reading or not self._reloads:
+            return
+        self._reading, self._reloads = self._reloads, []
         try:
-            config = file.read()
+            self._reader.start(self._file.path, self._file.listening, self._config_was_read)
+        except OSError as error:
+            text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
+            self._config_was_read(Read(problems=(text,)))
+        else:
+            self._patience_with_reader.set(clock.now() + _READ_TIMEOUT_S)
+
+    def _config_was_read(self, found: Read) -> None:
+        self._patience_with_reader.set(_NEVER)
+        waiting, self._reading = self._reading, []
+        outcome: Change | RequestError
+        try:
+            outcome = self._renew(found, clock.now())
+            self._totals.reloads += 1
+        except RequestError as error:
+            outcome = error
+            self._totals.refused_reloads += 1
+        for each in waiting:
+            each(outcome)
+        self._read_config()
+
+    def _renew(self, found: Read, now: float) -> Change:
+        """Make true what was read of the configuration file.
+
+        Raises:
+            InvalidArgument: the file is wrong; nothing has changed.
+            Unavailable: not now; nothing has changed.
+        """
+        file = self._file
+        if file is None or self._shutdown.begun:
+            raise Unavailable("weightd is stopping")
+        try:
+            config = file.take(found)
             self._check_fixed(file.path, config)
+            change = self._fleet.compare(config.models)
+            # What serves as before needs its files no more.
+            wrong = [each for name in (*change.added, *change.changed) for each in found.of_models.get(name, ())]
+            if wrong:
+                raise ConfigError(*wrong)
         except ConfigError as error:
             file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
-        change = self._fleet.compare(config.models)
         _update_devices(self._devices, config)
         self._backend.prepare(config.models.values())
         self._fleet.apply(change, config.models, now)

@@ -12,6 +12,7 @@ from pathlib import Path
 from weightd.gateway.callers import Caller
 from weightd.protocol import limits
 from weightd.protocol.schema import label
+from weightd.shared.regular import read_regular
 
 OWN = "-"
 """In the place of a tenant: the gateway itself asks."""
@@ -41,11 +42,7 @@ def read(path: Path) -> dict[bytes, Caller]:
         TokenFileError: it cannot be read, or a line of it is wrong.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise TokenFileError(f"{path}: expected at most {_MOST_BYTES} bytes")
-        text = content.decode("utf-8-sig")
+        text = read_regular(path, _MOST_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise TokenFileError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -14,6 +14,7 @@ from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, operating
 from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages.control import UpdateResponse
+from weightd.shared.regular import open_regular
 
 _UPDATE = """\
 Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
@@ -106,7 +107,7 @@ def _wait(client: Client, model: str, *, path: str = "", weights: str = "", roll
 
 def _check_npz(path: str) -> None:
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(4)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None

@@ -48,7 +48,7 @@ class Problems:
 
     def note(self, errors: Iterable[FieldError], *needed: str) -> None:
         """Add errors, but not if one of the needed keys is wrong itself: they would follow from its default."""
-        if self.wrong().isdisjoint(needed):
+        if not needed or self.wrong().isdisjoint(needed):
             self.errors += errors
 
     def wrong(self) -> set[str]:

@@ -237,6 +237,8 @@ def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path
     assert (ran.status, ran.out) == (exits.NO_INPUT, "")
     assert ran.err == f"INVALID_ARGUMENT: {labels}: 1 name, and the outputs have vectors of 3 scores\n"
     assert "No such file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "none")).err
+    os.mkfifo(str(tmp_path / "pipe"))
+    assert "expected a regular file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "pipe")).err
 
 
 def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.load import Config, ConfigError, examine, load, parse
+from weightd.daemon.config.load import Config, ConfigError, examine, load, load_text, parse
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.shared import tables, tcp
+from weightd.shared.tables import Problems
 
 MODEL = '[models.m]\npath = "m.onnx"\n'
 
@@ -129,6 +130,34 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path, text in ((tmp_path / "missing.toml", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigError, match=f"{path}.*{text}"):
             load(path)
+
+
+def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    for name, problem in (("pipe", "expected a regular file"), ("huge", "expected a file of at most 4,194,304 bytes")):
+        with pytest.raises(ConfigError, match=problem):
+            load(tmp_path / name)
+
+
+def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    wrong = Problems.wrong
+
+    def counted(problems: Problems) -> set[str]:
+        calls.append(None)
+        return wrong(problems)
+
+    monkeypatch.setattr(Problems, "wrong", counted)
+    for count in (1, 100):
+        calls.clear()
+        with pytest.raises(ConfigError) as caught:
+            load_text("".join(f"a{number}.b = 1\n" for number in range(count)), tmp_path / "weightd.toml")
+        assert len(caught.value.problems) >= count
+        assert len(calls) < 50
 
 
 @pytest.mark.parametrize(

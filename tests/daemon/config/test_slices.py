@@ -198,7 +198,9 @@ def test_a_table_that_is_missing_or_wrong(place: Place) -> None:
     [problem] = place.problems(place.model(TABLE))
     assert problem.startswith(f"ranks.rank_table: {path}: version: expected text, which HCCL has every value as, got ")
     path.write_text(" " * (ranktable.MAX_BYTES + 1))
-    assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: expected at most 1048576 bytes"]
+    assert place.problems(place.model(TABLE)) == [
+        f"ranks.rank_table: {path}: expected a file of at most 1,048,576 bytes"
+    ]
 
 
 def test_a_link_to_a_table_of_another_name(place: Place) -> None:
@@ -230,7 +232,7 @@ def test_group_info_that_is_missing(place: Place) -> None:
     (place.directory / "groups0.pb").touch()
     model = place.model({"devices": ["ascend:0", "ascend:1"], "group_info_file": "groups{rank}.pb"})
     path = place.directory / "groups1.pb"
-    assert place.problems(model) == [f"ranks.group_info_file: {path}: there is no such file"]
+    assert place.problems(model) == [f"ranks.group_info_file: {path}: No such file or directory"]
 
 
 def test_a_time_limit_after_which_nothing_is_answered(place: Place) -> None:

@@ -536,7 +536,7 @@ def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that
     assert stage.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
     assert stage.model.has_failed
     stage.passes(1.1)
-    assert stage.model.has_failed is not transient
+    assert stage.model.may_retry is not transient
     assert stage.host.pinned[-1].path == ("/models/digits.onnx" if transient else "/models/new.onnx")
 
 

@@ -147,6 +147,15 @@ def test_a_file_that_there_is_not(tmp_path: Path) -> None:
         load(tmp_path / "none")
 
 
+def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    for name, problem in (("pipe", "expected a regular file"), ("huge", "expected a file of at most 4,194,304 bytes")):
+        with pytest.raises(ConfigError, match=problem):
+            load(tmp_path / name)
+
+
 def test_what_takes_a_restart() -> None:
     before, _ = parsed({})
     after, _ = parsed({"gateway": {"tokens": "/t", "anonymous": "x", "max_in_flight": 1, "http": ["127.0.0.1:1"]}})

@@ -111,13 +111,12 @@ class Daemon(Protocol):
     def unmap(self, numbers: Sequence[int]) -> None:
         """Take regions away from the workers that were given them: no client names them any more."""
 
-    def reload(self, request_id: str) -> ReloadResponse:
-        """Read the configuration again, and return the answer.
+    def ask_reload(self, client: bytes, request_id: str) -> None:
+        """Read the configuration again, and tell the client how that has ended.
 
         Raises:
             RequestError: nothing has changed.
         """
-        ...
 
 
 class Frontend:
@@ -251,6 +250,10 @@ class Frontend:
     def tell_status(self, client: bytes, status: StatusResponse) -> None:
         """Send the answer to a status request."""
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
+
+    def tell_reloaded(self, client: bytes, response: ReloadResponse) -> None:
+        """Send the answer to a reload."""
+        self._tell(client, response)
 
     def tell_logs(self, client: bytes, logs: LogsResponse) -> None:
         """Send the answer to a question for logs."""
@@ -410,7 +413,7 @@ class Frontend:
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "reload the configuration")
-        self._tell(connection.key, self._daemon.reload(message.id))
+        self._daemon.ask_reload(connection.key, message.id)
 
     def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "update a model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -49,12 +50,15 @@ print(VERSION)
 """
 
 
-def problems(models: Mapping[str, ModelConfig], members: Collection[str] = ()) -> dict[str, list[str]]:
+def problems(
+    models: Mapping[str, ModelConfig], members: Collection[str] = (), *, runs_interpreters: bool = True
+) -> dict[str, list[str]]:
     """Return, by model, what is wrong with its files and its interpreter; each text names the key.
 
     Args:
         models: those to be looked at.
         members: the names of those that are in a group.
+        runs_interpreters: ask each interpreter whether it has the engine; else only see whether it can be run.
     """
     asked: dict[tuple[str, ...], str] = {}
     owners: slices.Owners = {}
@@ -65,7 +69,7 @@ def problems(models: Mapping[str, ModelConfig], members: Collection[str] = ()) -
             of_files = _file_problems(model)
         else:
             of_files = slices.problems(name, model, model.ranks, visible, owners)
-        of_others = _other_problems(model, asked, is_member=name in members)
+        of_others = _other_problems(model, asked, is_member=name in members, runs_interpreters=runs_interpreters)
         found[name] = [f"models.{name}.{problem}" for problem in (*of_files, *of_others)]
     return found
 
@@ -81,11 +85,18 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
         yield f"path: {path}: {error.strerror}"
 
 
-def _other_problems(model: ModelConfig, asked: dict[tuple[str, ...], str], *, is_member: bool) -> Iterator[str]:
+def _other_problems(
+    model: ModelConfig, asked: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
+) -> Iterator[str]:
     sample = canary_config.sample(model.canary)
-    if sample and not Path(sample).is_file():
-        yield f"canary: {sample}: there is no such file"
+    problem = slices.unreadable(sample) if sample else ""
+    if problem:
+        yield f"canary: {sample}: {problem}"
     yield from (str(error.at(f".{model.engine}")) for error in model.options.file_problems())
+    if not runs_interpreters:
+        if shutil.which(model.python) is None:
+            yield f"python: {model.python}: cannot be run: expected an executable file"
+        return
     # What models have in common is asked once: an interpreter takes a second.
     probe = _PROBE if model.ranks is None else _PROBE_OF_RANKS
     questions: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing(model))]

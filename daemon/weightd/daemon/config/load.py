@@ -20,6 +20,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, label
 from weightd.shared import tables
+from weightd.shared.regular import CONFIG_BYTES, read_regular
 from weightd.shared.tables import Problems
 
 if sys.version_info >= (3, 11):
@@ -106,7 +107,7 @@ def read(path: Path) -> str:
     """
     try:
         # Some editors begin a text with a byte order mark.
-        return path.read_text("utf-8-sig")
+        return read_regular(path, CONFIG_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:

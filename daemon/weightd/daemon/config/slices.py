@@ -23,6 +23,7 @@ from weightd.shared.devices import card_of
 from weightd.shared.mindir import MindIr, Tensor
 from weightd.shared.modelfile import Model, ModelFileError
 from weightd.shared.protobuf import Malformed
+from weightd.shared.regular import open_regular, read_regular
 
 _BLOCK = 1024 * 1024
 _ARRAY = ".npy"
@@ -135,7 +136,7 @@ def _equal(one: Model, other: Model) -> bool:
 def _sample(model: ModelConfig, signature: MindIr) -> Iterator[str]:
     path = canary_config.sample(model.canary)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [each.removesuffix(_ARRAY) for each in archive.namelist()]
     except OSError:
         return  # it was looked for already
@@ -151,8 +152,18 @@ def _sample(model: ModelConfig, signature: MindIr) -> Iterator[str]:
 
 def _group_info(ranks: Ranks) -> Iterator[str]:
     for path in dict.fromkeys(ranks.group_info_of(rank) for rank in range(ranks.size)):
-        if path and not Path(path).is_file():
-            yield f"ranks.group_info_file: {path}: there is no such file"
+        problem = unreadable(path) if path else ""
+        if problem:
+            yield f"ranks.group_info_file: {path}: {problem}"
+
+
+def unreadable(path: str) -> str:
+    """Return why a file cannot be read, or ""."""
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _config_file(model: ModelConfig) -> Iterator[str]:
@@ -207,15 +218,12 @@ def read_table(path: Path) -> RankTable | str:
     try:
         # HCCL follows links before it looks at the name.
         real = os.path.realpath(path)
-        with Path(real).open("rb") as file:
-            content = file.read(ranktable.MAX_BYTES + 1)
+        content = read_regular(real, ranktable.MAX_BYTES)
     except OSError as error:
         return error.strerror or str(error)
     wrong = next(ranktable.of_path(real), "")
     if wrong:
         return f"links resolved, {wrong}" if real != str(path) else wrong
-    if len(content) > ranktable.MAX_BYTES:
-        return f"expected at most {ranktable.MAX_BYTES} bytes"
     try:
         return ranktable.parse(content.decode("utf-8", "replace"))
     except FieldError as error:

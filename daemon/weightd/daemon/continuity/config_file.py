@@ -14,6 +14,7 @@ from pathlib import Path
 
 from weightd.daemon.config.load import Config, ConfigError, load_text, read
 from weightd.daemon.continuity.claim import check_usable
+from weightd.daemon.continuity.reading import Read
 from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.listening import addresses
@@ -30,6 +31,7 @@ class ConfigFile:
 
     Attributes:
         path: as given.
+        listening: addresses where the service manager listens for clients.
         note: why what is in force is not what the file says; "" if it is.
     """
 
@@ -37,7 +39,7 @@ class ConfigFile:
         self.path = path
         self.note = ""
         self._manager = manager
-        self._listening = addresses(manager.inherited.get(CLIENTS, []))
+        self.listening = addresses(manager.inherited.get(CLIENTS, []))
         self._descriptors = manager.inherited.get(CONFIG, [])
         self._text = ""
 
@@ -70,9 +72,20 @@ class ConfigFile:
             ConfigError: it is wrong.
         """
         text = read(self.path)
-        config = load_text(text, self.path, self._listening)
+        config = load_text(text, self.path, self.listening)
         self._text = text
         return config
+
+    def take(self, found: Read) -> Config:
+        """Return what was read of the file.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        if found.config is None:
+            raise ConfigError(*found.problems)
+        self._text = found.text
+        return found.config
 
     def in_force(self) -> None:
         """What was read last is what is served: the next daemon may fall back on it."""
@@ -90,7 +103,7 @@ class ConfigFile:
         for descriptor in self._descriptors[:1]:
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
             try:
-                config = load_text(text, self.path, self._listening)
+                config = load_text(text, self.path, self.listening)
             except ConfigError:  # of a version of weightd that knew other keys
                 return None
             self._text = text

@@ -17,6 +17,7 @@ from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, integer, many, mapping, one_of
 from weightd.shared.devices import has_cores, is_cpu
+from weightd.shared.regular import CONFIG_BYTES, read_regular
 from weightd.shared.userpaths import user_path
 
 _SHAPES = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
@@ -190,7 +191,7 @@ def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
         OSError: it cannot be read.
     """
     section = ""
-    for line in path.read_text("utf-8", "replace").splitlines():
+    for line in read_regular(path, CONFIG_BYTES).decode("utf-8", "replace").splitlines():
         text = line.strip()
         if text.startswith("[") and text.endswith("]"):
             section = text[1:-1].strip()

@@ -141,7 +141,7 @@ def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
         weights=clip(model.source.weights),
         executions=_executions(model.desk.scheduler.tally),
         group=model.config.group.name if model.config.group is not None else "",
-        retry_s=model.retry_in(time.monotonic()),
+        retry_s=model.retry_in(clock.now()),
     )
 
 

@@ -18,6 +18,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, got, label, mapping, text
 from weightd.shared import tables
+from weightd.shared.regular import CONFIG_BYTES, read_regular
 from weightd.shared.tables import Problems
 
 if sys.version_info >= (3, 11):
@@ -70,7 +71,7 @@ def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]
     """
     try:
         # Some editors begin a text with a byte order mark.
-        content = tomllib.loads(path.read_text("utf-8-sig"))
+        content = tomllib.loads(read_regular(path, CONFIG_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.rest.api import Api
 from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
+from weightd.shared.regular import open_regular
 
 # Who connects while the loop is busy waits there.
 _BACKLOG = 1024
@@ -162,6 +163,9 @@ def _is_dead(path: Path) -> bool:
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext:
     try:
+        # The library would wait for the other end of a pipe.
+        for path in filter(None, (config.client_ca, config.tls_cert, config.tls_key)):
+            open_regular(path).close()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
         context.load_cert_chain(config.tls_cert, config.tls_key)
     except OSError as error:

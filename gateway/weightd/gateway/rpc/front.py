@@ -24,6 +24,7 @@ from weightd.gateway.rpc.methods import Methods
 from weightd.gateway.rpc.reflection import Reflection
 from weightd.gateway.rpc.requests import Memory
 from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATCHING, Streams
+from weightd.shared.regular import read_regular
 
 # Calls of whoever asks.
 MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING
@@ -43,6 +44,9 @@ LEAST_PING_S = 5
 
 # A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
 _METADATA_BYTES = 8 * 1024
+
+# Of a file of keys or certificates: hundreds of them.
+_MAX_PEM_BYTES = 1024 * 1024
 MOST_METADATA_BYTES = 16 * 1024
 
 # Of a socket in a directory that others may enter: its owner and group may connect.
@@ -172,6 +176,6 @@ def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
     """
     if not config.tls_cert:
         return None
-    key, certificate = Path(config.tls_key).read_bytes(), Path(config.tls_cert).read_bytes()
-    authorities = Path(config.client_ca).read_bytes() if config.client_ca else None
+    key, certificate = (read_regular(path, _MAX_PEM_BYTES) for path in (config.tls_key, config.tls_cert))
+    authorities = read_regular(config.client_ca, _MAX_PEM_BYTES) if config.client_ca else None
     return grpc.ssl_server_credentials([(key, certificate)], authorities, require_client_auth=authorities is not None)

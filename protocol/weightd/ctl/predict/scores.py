@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
 
 from weightd.ctl.text import clean, count
 from weightd.ctl.verb import BadInput
+from weightd.shared.regular import read_regular
 
 # Nobody reads more of them; the others are told by their number.
 _MOST_ROWS = 16
@@ -26,10 +26,7 @@ def read_labels(path: str) -> List[str]:
         BadInput: it cannot be read.
     """
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise BadInput(f"{path}: expected names, one a line, of at most {_MOST_BYTES:,} bytes")
+        content = read_regular(path, _MOST_BYTES)
         return [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None

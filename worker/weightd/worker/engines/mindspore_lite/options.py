@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, decode, integer, many, mapping, one_of, text
+from weightd.shared.regular import CONFIG_BYTES, read_regular
 from weightd.worker.engines.errors import BuildError
 
 _MAX_SHAPE = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
@@ -87,7 +87,7 @@ class Options:
 def _check_config(path: str) -> None:
     """The library takes the sharing keys from this file too, and then refuses the build or shares with strangers."""
     try:
-        lines = Path(path).read_text("utf-8", "replace").splitlines()
+        lines = read_regular(path, CONFIG_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, ValueError) as error:
         raise BuildError(f"options.config_file: {path}: {_problem(error)}") from None
     for line in lines:

@@ -1,0 +1,125 @@
+"""Reads a configuration file in a process of its own.
+
+The parser takes seconds or more for some files, a file system that does not answer takes for ever, and the daemon's
+loop must go on meanwhile. So a helper process reads the file, checks it, and looks at the files that it names; the
+daemon ends a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, the last as a list in JSON. It
+answers on stdout with a pickled `Read`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from weightd.daemon.children.running import Running
+from weightd.daemon.config.check import problems
+from weightd.daemon.config.load import Config, ConfigError, load_text, read
+from weightd.daemon.host import processes
+from weightd.shared.oom import go_before_the_daemon
+from weightd.shared.parent import die_with, ignore_interrupts
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import weightd.daemon.continuity.reading as this; this.main()"
+)
+
+_NAME = "configuration"
+
+# More problems of one file nobody reads, and the loop has to pass them on.
+_MAX_PROBLEMS = 100
+
+
+class Read(NamedTuple):
+    """A configuration file, and what is wrong with it.
+
+    Attributes:
+        text: of the file.
+        config: what it says; None if something is wrong with it.
+        problems: what is wrong with it, by itself.
+        of_models: by model, what is wrong with the files that it names.
+    """
+
+    text: str = ""
+    config: Config | None = None
+    problems: tuple[str, ...] = ()
+    of_models: Mapping[str, Sequence[str]] = {}
+
+
+def read_file(path: Path, listening: Sequence[str] = ()) -> Read:
+    """Read and check a configuration file, and what it names."""
+    try:
+        text = read(path)
+        config = load_text(text, path, listening)
+    except ConfigError as error:
+        more = len(error.problems) - _MAX_PROBLEMS
+        told = error.problems[:_MAX_PROBLEMS]
+        return Read(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
+    members = {name for group in config.groups.values() for name in group.models}
+    found = problems(config.models, members, runs_interpreters=False)
+    return Read(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in found.items()})
+
+
+class ConfigReader:
+    """Reads one configuration file at a time.
+
+    Args:
+        running: watches the helper.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self._is_late = False
+
+    def start(self, path: Path, listening: Sequence[str], tell: Callable[[Read], object]) -> None:
+        """Begin to read; `tell` is called with the result.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self._is_late = False
+        python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
+        argv = [*python, str(os.getpid()), str(path), json.dumps(list(listening))]
+        # In memory: the directories of the daemon may be what is missing.
+        answer = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
+        log = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
+        try:
+            process = processes.start(argv, Path(f"/proc/self/fd/{log}"), stdout=answer)
+        except OSError:
+            os.close(answer)
+            os.close(log)
+            raise
+        self._running.add(_NAME, process, functools.partial(self._on_exit, path, answer, log, tell))
+
+    def give_up(self) -> None:
+        """End a helper that takes too long; the result says so."""
+        self._is_late = True
+        self._running.kill(_NAME)
+
+    def _on_exit(self, path: Path, answer: int, log: int, tell: Callable[[Read], object]) -> None:
+        end = self._running.reap(_NAME)
+        content = os.pread(answer, os.fstat(answer).st_size, 0)
+        os.close(answer)
+        os.close(log)
+        if end.status == 0:
+            # Written by this program, for this process.
+            found: Read = pickle.loads(content)  # noqa: S301
+        else:
+            why = "reading and checking it took too long" if self._is_late else f"cannot be read: {end}"
+            found = Read(problems=(f"{path}: {why}",))
+        tell(found)
+
+
+def main() -> None:
+    """Be the process."""
+    ignore_interrupts()
+    die_with(int(sys.argv[1]))
+    go_before_the_daemon("worker")
+    found = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
+    with os.fdopen(os.dup(1), "wb") as out:
+        pickle.dump(found, out)
