@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,19 @@ from testkit.waiting import until
 from weightd.client import Pending
 from weightd.protocol.errors import Cancelled, DeadlineExceeded, Internal, RequestError, Unavailable
 
-from .support import ONE_ENGINE, Load, Question, ask_all, core_dump_of, core_dumps, model_status, ready_workers
+from .support import (
+    ONE_ENGINE,
+    Bare,
+    Load,
+    Question,
+    Zoo,
+    ask_all,
+    core_dump_of,
+    core_dumps,
+    model_status,
+    pairs,
+    ready_workers,
+)
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -211,3 +224,42 @@ def ending(pending: Pending) -> str:
     except RequestError as error:
         return error.code
     return ""
+
+
+# --- files that vanish ------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_vanishes_costs_no_answer_and_another_model_is_not_loaded_for_it(
+    zoo: Zoo, bare: Bare, tmp_path: Path
+) -> None:
+    good, path = zoo.path("two_inputs", "onnxruntime"), tmp_path / "model.onnx"
+    shutil.copyfile(good, path)
+    asked = bare.questions(good, pairs((2, 1)))
+    with Service({"m": {"path": path, "workers": WORKERS}}) as service:
+        service.ready()
+
+        def loses_the_cache_and_a_worker() -> int:
+            for each in service.cache.iterdir():
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            victim = ready_workers(service, "m")[0].pid
+            os.kill(victim, signal.SIGKILL)
+            return victim
+
+        def is_whole(victim: int) -> bool:
+            now = {each.pid for each in ready_workers(service, "m")}
+            return len(now) == WORKERS and victim not in now
+
+        with service.client() as client:
+            victim = loses_the_cache_and_a_worker()
+            until(lambda: is_whole(victim), "the worker is replaced")
+            assert "the copy of the model in the cache folder is gone" in service.log
+            ask_all(client, "m", asked)
+            models.tiny(path)
+            victim = loses_the_cache_and_a_worker()
+            note = until(lambda: model_status(service, "m").note, "the cause is told")
+            assert f"{path}: the file has changed since it was loaded: expected sha256 " in note
+            assert "weightctl update" in note
+            ask_all(client, "m", asked)
+            client.update("m", str(good))
+            until(lambda: is_whole(victim), "the update serves")
+            ask_all(client, "m", asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 import socket
 import stat
 import tempfile
@@ -19,16 +20,21 @@ import pytest
 import zmq
 
 from weightd.daemon.children.backend import Backend
+from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.forks import Wanted
-from weightd.daemon.children.launch import Launch
+from weightd.daemon.children.launch import Launch, Program
 from weightd.daemon.children.launchers.direct import Direct
 from weightd.daemon.children.nursery import Nursery
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.generations.plan import Source
+from weightd.daemon.generations.actions import Role
+from weightd.daemon.generations.generation import Generation
+from weightd.daemon.generations.plan import Source, Terms
 from weightd.daemon.host import processes
+from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.processes import Process
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
@@ -74,9 +80,9 @@ class Pinned(Backend):
         self.heard += count
         return count
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
         if self.pins:
-            super().pin(owner, model, config, source)
+            super().pin(owner, model, config, source, expected)
 
 
 class Scene:
@@ -86,8 +92,13 @@ class Scene:
         python = directory / "python"
         python.write_text("#!/bin/sh\nexec sleep 1000\n")
         python.chmod(0o700)
+        # Stands for the copy of it, too.
+        path = directory / "m.mindir"
+        path.write_bytes(b"a model")
+        self.snapshot = Snapshot(str(path), "", SHA, 100)
         daemon = DaemonConfig("ipc://s", str(runtime), str(directory))
-        daemon.private_dir.mkdir()
+        self.backend_directory = daemon.private_dir
+        self.backend_directory.mkdir()
         self.loop = Loop()
         self.backend = Pinned(context, daemon, self.loop, {})
         self.answers: list[int] = []
@@ -113,7 +124,7 @@ class Scene:
         while not self.backend.heard:
             self.loop.wait(30)
         self.model.start(0.0)
-        self.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+        self.model.pinned(Source("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
             self.model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
         self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
@@ -299,7 +310,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     scene.model.start(0.0)
-    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+    scene.model.pinned(Source("/m.mindir"), scene.snapshot, 0.0)
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
     while not scene.backend.heard:
@@ -333,3 +344,38 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     for argv in children:
         assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"
         assert argv[argv.index("--tolerance") + 1] == "0.25"
+
+
+def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: Scene, tmp_path: Path) -> None:
+    ends: list[End] = []
+    owner: Any = SimpleNamespace(exited=lambda name, end, now: ends.append(end))
+    generation = Generation("x.1", Terms(1, 5.0))
+    program = Program(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", why_spawned="it is a test")
+    files = GenerationFiles(scene.backend_directory / "x.1")
+
+    def spawn(role: Role, program: Program = program) -> Process | None:
+        name = f"x.1.{len(ends)}{len(scene.backend.processes)}"
+        scene.backend.spawn(owner, generation, program, name, role)
+        return scene.backend.processes.get(name)
+
+    assert spawn(Role.HOLDER)
+    files.store.write_bytes(b"pages")
+    scene.backend.exported(generation)
+    assert spawn(Role.WORKER)
+    # Nothing but logs: they are made anew. Where weights were shared, nobody can attach to them any more.
+    shutil.rmtree(scene.backend_directory)
+    assert spawn(Role.HOLDER)
+    assert (scene.backend_directory.stat().st_mode & 0o777, files.directory.is_dir()) == (0o700, True)
+    assert not spawn(Role.WORKER)
+    Path(scene.snapshot.path).unlink()
+    assert not spawn(Role.HOLDER)
+    assert not spawn(Role.HOLDER, replace(program, model=scene.table.python, sample=str(tmp_path / "none")))
+    Path(scene.path).unlink()
+    assert not spawn(Role.WORKER)
+    while len(ends) < 4:
+        scene.loop.wait(30)
+    assert [end.lost for end in ends] == [Lost.STORE, Lost.SNAPSHOT, Lost.SNAPSHOT, Lost.NOTHING]
+    assert [end.is_transient for end in ends] == [True, True, True, False]
+    assert str(ends[3]) == f"the socket where it would connect is gone: {scene.path}; restart weightd"
+    assert str(ends[0]) == f"the shared weights in the cache folder are gone: {files.store}"
+    assert str(ends[1]) == f"the copy of the model in the cache folder is gone: {scene.snapshot.path}"

@@ -45,9 +45,9 @@ class Scene:
         self.source = Source(self.config.path, number=3)
         Path(self.config.path).write_bytes(b"a model")
 
-    def pin(self, config: ModelConfig | None = None) -> None:
+    def pin(self, config: ModelConfig | None = None, expected: str = "") -> None:
         owner: Any = self
-        self.pinning.pin(owner, "m", config or self.config, self.source)
+        self.pinning.pin(owner, "m", config or self.config, self.source, expected)
 
     def wait(self) -> None:
         while self.running.processes:
@@ -142,6 +142,36 @@ def test_one_that_nobody_wants_any_more_is_not_taken_to_its_end(scene: Scene) ->
     scene.wait()
     assert scene.told == [(scene.source, "the snapshot killed by SIGKILL (weightd has ended it)")]
     assert list(scene.directory.iterdir()) == []
+
+
+def test_a_snapshot_that_is_taken_anew_has_to_be_the_same(scene: Scene) -> None:
+    sha256 = hashlib.sha256(b"a model").hexdigest()
+    # All of the cache has vanished.
+    scene.directory.rmdir()
+    scene.pin(expected=sha256)
+    scene.wait()
+    [(_, snapshot)] = scene.told
+    assert (snapshot.sha256, scene.directory.stat().st_mode & 0o777) == (sha256, 0o700)
+    # Only a part of it.
+    Path(snapshot.path).unlink()
+    scene.pin(expected=sha256)
+    scene.wait()
+    assert Path(scene.told[1][1].path).read_bytes() == b"a model"
+    Path(scene.config.path).write_bytes(b"another")
+    scene.pin(expected=sha256)
+    scene.wait()
+    (_, cause), other = scene.told[2], hashlib.sha256(b"another").hexdigest()
+    assert f"the file has changed since it was loaded: expected sha256 {sha256:.12}, got {other:.12}; " in cause
+    assert "weightctl update" in cause
+    assert list(scene.directory.iterdir()) == []
+    assert not scene.transient
+
+
+def test_of_weights_nobody_knows_whether_they_are_the_same(scene: Scene, tmp_path: Path) -> None:
+    scene.source = replace(scene.source, weights=str(tmp_path / "w.npz"))
+    scene.pin(expected="5" * 64)
+    scene.later[0](0.0)
+    assert "w.npz is gone, and nobody knows whether that file is the same" in scene.told[0][1]
 
 
 def test_what_cannot_be_begun_is_told_later(scene: Scene) -> None:

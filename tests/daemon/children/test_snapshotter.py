@@ -324,6 +324,26 @@ def test_what_goes_wrong_is_answered_in_a_line(
     assert answer == {"error": error, "transient": spoilt != "directory"}
 
 
+def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.utime(model, (1e9, 1e9))
+    monkeypatch.setattr(snapshotter, "_SETTLED_NS", 0)
+    monkeypatch.setattr(snapshotter, "_written_out", lambda file: file.close() or True)
+    known = snapshotter.take(model, directory)
+    assert known.origin
+    other = directory.with_name("other")
+    expected = "0" * 64
+    answer = snapshotter.answer([Wanted(str(model), str(other), list(known), expected)])
+    error = f"{model}: the file has changed since it was loaded: expected sha256 000000000000, got {known.sha256:.12}"
+    assert answer == {"error": error, "transient": False, "changed": True}
+    # The same one is taken, and so is one of which nothing is known.
+    shutil.rmtree(other)
+    assert snapshotter.take(model, other, known, expected=known.sha256).sha256 == known.sha256
+    shutil.rmtree(other)
+    assert snapshotter.take(model, other, None, expected=expected).sha256 == known.sha256
+
+
 def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
     wanted = [Wanted(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]

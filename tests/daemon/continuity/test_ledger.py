@@ -208,12 +208,17 @@ def test_neither_a_pipe_nor_a_link_nor_something_huge_is_read(path: Path, monkey
 
 
 def test_what_cannot_be_written_is_said_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    daemon = Daemon(path / "missing")
+    daemon = Daemon(path / "counters")
+    path.touch()
     for _ in range(3):
         daemon.ledger.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"the counters are not written: {path}/missing: No such file or directory"
+        f"the counters are not written: {path}/counters: File exists"
     ]
+    # A directory that has vanished is made anew.
+    path.unlink()
+    daemon.ledger.close()
+    assert (path / "counters").is_file()
 
 
 def test_however_much_is_in_the_file_it_is_written_again_and_can_be_told(path: Path) -> None:

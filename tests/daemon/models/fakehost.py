@@ -76,6 +76,7 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.pinned: list[Source] = []
+        self.expected = ""
         self.unpinned: list[Source] = []
         self.names: set[str] = set()
         self.spawned: list[str] = []
@@ -98,8 +99,9 @@ class FakeHost:
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
         self.pinned.append(source)
+        self.expected = expected
 
     def unpin(self, model: str, source: Source) -> None:
         self.unpinned.append(source)

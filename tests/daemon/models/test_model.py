@@ -14,7 +14,7 @@ import pytest
 from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.rows import told
 from weightd.daemon.requests.signature import Waiter
@@ -31,7 +31,7 @@ from weightd.protocol.messages.control import ModelMetadataResponse, UpdateRespo
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.messages.findings import Rows
 
-from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, W1, W2, W3, Stage, X, Y, request
+from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, Stage, X, Y, request
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
@@ -550,6 +550,51 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
     assert (stage.model.serves, [each.path for each in stage.host.updated]) == (True, ["/models/new.onnx"])
     with pytest.raises(FailedPrecondition, match="nothing to go back to"):
         stage.rollback()
+
+
+def vanished(stage: Stage, child: str, lost: Lost = Lost.SNAPSHOT) -> Stage:
+    """A process cannot be started, for files have vanished."""
+    end = End(None, "the copy of the model in the cache folder is gone", not_started=True, lost=lost)
+    stage.model.exited(child, end, stage.now)
+    return stage
+
+
+def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> None:
+    stage = Stage().serving()
+    vanished(stage.dies(W1), W3)
+    # The same bytes are expected, and the worker that is there goes on.
+    assert (stage.host.pinned, stage.host.expected) == ([Source("/models/digits.onnx")] * 2, SHA)
+    [number] = stage.some(1)
+    assert stage.host.predicts() == [(W2, number)]
+    assert "the copy of the model in the cache folder is gone" in stage.model.main.cause
+    assert stage.host.spawned == [HOLDER, W1, W2, W3]
+    stage.answers(W2, number).pinned().loads(2)
+    [number] = stage.some(1)
+    assert stage.host.predicts() == [("digits.2.w1", number)]
+    assert [each.number for each in stage.model.generations] == [2, 1]
+
+
+def test_what_is_another_model_by_now_is_not_loaded_in_its_place_but_an_update_is() -> None:
+    stage = Stage().serving()
+    vanished(stage.dies(W1), W3)
+    stage.model.pin_failed(stage.host.pinned[-1], "the file has changed", stage.now)
+    stage.passes(10.0)
+    # It is looked at again and again; who serves goes on.
+    assert (len(stage.host.pinned), stage.host.expected) == (3, SHA)
+    assert stage.model.deployments[0].cause == "the file has changed"
+    [number] = stage.some(1)
+    assert stage.host.predicts() == [(W2, number)]
+    stage.answers(W2, number)
+    # Whatever is on its way there.
+    stage.updated(4)
+    assert [each.generations for each in stage.host.updated] == [(4,)]
+    assert stage.host.expected == ""
+
+
+def test_where_only_the_shared_weights_have_vanished_the_copy_is_loaded_again() -> None:
+    stage = Stage().serving()
+    vanished(stage.dies(W1), W3, Lost.STORE)
+    assert (len(stage.host.pinned), stage.host.spawned[4:]) == (1, ["digits.2.holder", "digits.2.w1", "digits.2.w2"])
 
 
 def test_a_model_that_is_drained_is_not_retried() -> None:

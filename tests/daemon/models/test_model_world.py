@@ -173,7 +173,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     # --- what the model asks of its children ----------------------------------------------------------------------
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
         assert source not in self.pinning
         assert source not in self.snapshots
         self.pinning.append(source)

@@ -21,7 +21,12 @@ class Shelf(Snapshots):
 
     def __init__(self) -> None:
         self.disk: list[Source] = []
-        super().__init__(self.disk.append, self.disk.remove)
+        self.expected = ""
+        super().__init__(self.pin, self.disk.remove)
+
+    def pin(self, source: Source, expected: str) -> None:
+        self.disk.append(source)
+        self.expected = expected
 
 
 def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
@@ -39,6 +44,30 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
     for _ in range(2):
         shelf.drop(SOURCE)
         assert (shelf.disk, shelf.find(SOURCE)) == ([], None)
+
+
+def test_what_has_vanished_is_taken_anew_only_if_it_is_the_same() -> None:
+    shelf = Shelf()
+    shelf.want(SOURCE, 1010.0)
+    shelf.lost(SOURCE)
+    assert (shelf.disk, shelf.expected) == ([SOURCE], "")
+    shelf.taken(SOURCE, THERE)
+    shelf.lost(SOURCE)
+    assert (shelf.find(SOURCE), list(shelf.ready())) == (None, [])
+    for _ in range(2):
+        shelf.disk.clear()
+        shelf.want(SOURCE, 2000.0)
+        assert (shelf.disk, shelf.expected, shelf.next_event) == ([SOURCE], THERE.sha256, 2000.0)
+        shelf.failed(SOURCE)
+    # Once nobody needs it, nothing is left or known of it.
+    shelf.drop(SOURCE)
+    assert shelf.disk == []
+    shelf.want(SOURCE, 2000.0)
+    assert shelf.expected == ""
+    shelf.taken(SOURCE, THERE)
+    shelf.lost(SOURCE)
+    shelf.drop_all()
+    assert shelf.disk == []
 
 
 def test_what_takes_too_long_is_given_up() -> None:

@@ -17,7 +17,7 @@ class Shelf(Sources):
         super().__init__(
             "/one.onnx",
             Numbers(),
-            lambda source: self.there.add(source.number),
+            lambda source, _: self.there.add(source.number),
             lambda source: self.there.remove(source.number),
         )
         self.snapshot(self.current)

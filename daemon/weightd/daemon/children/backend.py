@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,8 +36,8 @@ from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.host import clock, processes
-from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.directories import ClaimError, make_directory
+from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.shortage import explained
@@ -105,6 +106,7 @@ class Backend:
         self._seals = Seals()
         self.intact = self._seals.intact
         self._directory = config.private_dir
+        self._sockets = config.children_socket, config.lane_socket
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -211,9 +213,9 @@ class Backend:
 
     # --- snapshots and generations --------------------------------------------------------------------------------
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
-        """Take the snapshot of a model's source."""
-        self._pinning.pin(owner, model, config, source)
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+        """Take the snapshot of a model's source; `expected`: the sha256 that it has to have, "" for any."""
+        self._pinning.pin(owner, model, config, source, expected)
 
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
@@ -249,11 +251,20 @@ class Backend:
         self._owners[name] = owner
         self._interpreters[name] = program.python
         try:
-            if generation.label not in self.files:
-                self.files[generation.label] = self._files_of(generation)
-                self.files[generation.label].create(program.table)
+            files = self.files.setdefault(generation.label, self._files_of(generation))
+            if not files.directory.is_dir():
+                files.create(program.table)
         except (ClaimError, OSError) as error:
             self._give_up(name, str(error), transient=is_transient(error))
+            return
+        gone = next((path for path in self._sockets if not path.exists()), None)
+        if gone is not None:
+            self._give_up(name, f"the socket where it would connect is gone: {gone}; restart weightd")
+            return
+        # Whom a template is forked to has its model already.
+        lost, cause = (Lost.NOTHING, "") if template else self._lost(generation, program, role)
+        if lost is not Lost.NOTHING:
+            self._give_up(name, cause, transient=True, lost=lost)
             return
         told = launch.child(program, name, role, self._address, self.files[generation.label])
         if told.by_lane or not program.why_spawned:
@@ -331,10 +342,21 @@ class Backend:
     def _watch(self, name: str, process: Process) -> None:
         self._running.add(name, process, functools.partial(self._on_exit, name))
 
-    def _give_up(self, name: str, cause: str, *, transient: bool = False) -> None:
+    def _lost(self, generation: Life, program: Program, role: Role) -> tuple[Lost, str]:
+        """Return which files are missing that a child needs, and that for people."""
+        for path in filter(None, (program.model, program.weights, program.sample)):
+            if not os.path.lexists(path):
+                return Lost.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
+        store = self.files[generation.label].store
+        if role is Role.WORKER and self._seals.find(generation.label) is not None and not os.path.lexists(store):
+            return Lost.STORE, f"the shared weights in the cache folder are gone: {store}"
+        return Lost.NOTHING, ""
+
+    def _give_up(self, name: str, cause: str, *, transient: bool = False, lost: Lost = Lost.NOTHING) -> None:
         """There will be no such child; `transient`: the cause may go away by itself."""
         owner = self._forget_child(name)
-        self._do_later(functools.partial(owner.exited, name, End(None, explained(cause), not_started=transient)))
+        end = End(None, explained(cause), not_started=transient, lost=lost)
+        self._do_later(functools.partial(owner.exited, name, end))
 
     def _give_up_fork(self, told: Launch, why: str) -> None:
         self._give_up(told.name, f"it cannot be forked: {why}")
@@ -357,6 +379,8 @@ class Backend:
     def _start_server(self, told: Launch) -> None:
         name = told.name
         self._by_lane_alone.add(name)
+        with contextlib.suppress(ClaimError):  # then it cannot be started, which says why
+            make_directory(self._directory, mode=0o700)
         self._running.add(name, self._launcher.start(told), functools.partial(self._on_server_exit, name))
 
     def _on_server_exit(self, name: str) -> None:

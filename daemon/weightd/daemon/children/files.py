@@ -53,7 +53,14 @@ class SnapshotFiles:
         return self.directory / "log"
 
     def create(self) -> None:
-        """Make the directory."""
+        """Make the directory; nothing of an earlier attempt is left in it.
+
+        Raises:
+            ClaimError: it cannot be made.
+        """
+        self.remove()
+        # Somebody may have removed all of the cache.
+        make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
 
     def remove(self) -> None:
@@ -88,6 +95,8 @@ class GenerationFiles:
             ClaimError: the directory cannot be made.
             OSError: the table cannot be written.
         """
+        # Somebody may have removed all of the cache.
+        make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
         if table:
             self.table.write_text(table, "ascii")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from weightd.daemon.children import helpers, meter, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
@@ -13,7 +14,7 @@ from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Taken, Wanted
+from weightd.daemon.children.snapshotter import Taken, Wanted, changed
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK
@@ -24,10 +25,22 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
 from weightd.shared.transient import is_transient
 
+# Where the copy of a model has vanished that still serves, and its file is another one by now.
+_REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"
+
 
 def directory_name(model: str, number: int) -> str:
     """Return the name of the directory for the snapshot of a model's source of this number."""
     return f"{model}.v{number}.snapshot"
+
+
+class _Order(NamedTuple):
+    """A snapshot that is being taken."""
+
+    config: ModelConfig
+    source: Source
+    files: SnapshotFiles
+    expected: str
 
 
 class Pinning:
@@ -50,14 +63,19 @@ class Pinning:
         # What was taken last of each file, by its path.
         self._taken: dict[str, Taken] = {}
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
-        """Start the process that takes the snapshot."""
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+        """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
+        if expected and source.weights:
+            text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
+            self._later(functools.partial(owner.pin_failed, source, text))
+            return
         files = self._files(model, source)
         wanted = [
-            Wanted(path, str(directory), self._taken.get(path)) for path, directory in _models(config, source, files)
+            Wanted(path, str(directory), self._taken.get(path), expected if config.ranks is None else "")
+            for path, directory in _models(config, source, files)
         ]
         more = [str(each) for pair in _files(config, source, files) for each in pair]
-        tell = functools.partial(self._on_answer, owner, config, source, files)
+        tell = functools.partial(self._on_answer, owner, _Order(config, source, files, expected))
         try:
             files.create()
             argv = snapshotter.command(wanted, files.meter, more)
@@ -85,9 +103,8 @@ class Pinning:
     def _files(self, model: str, source: Source) -> SnapshotFiles:
         return SnapshotFiles(self._directory / directory_name(model, source.number))
 
-    def _on_answer(
-        self, owner: Owner, config: ModelConfig, source: Source, files: SnapshotFiles, answer: Answer, end: End
-    ) -> None:
+    def _on_answer(self, owner: Owner, order: _Order, answer: Answer, end: End) -> None:
+        config, source, files, expected = order
         models = _models(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]
@@ -97,11 +114,17 @@ class Pinning:
         if end.status != 0 or not taken:
             files.remove()
             cause = explained(answer["error"]) if answer.get("error") else end.words or f"the snapshot {end.how}"
+            if answer.get("changed") is True:
+                cause = f"{cause}; {_REMEDY}"
             transient = answer.get("transient") is True or end.is_transient
             owner.pin_failed(source, cause, clock.now(), transient=transient)
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
         snapshot = _snapshot(config, source, files, taken)
+        if expected and snapshot.sha256 != expected:
+            files.remove()
+            owner.pin_failed(source, f"{changed(source.path, expected, snapshot.sha256)}; {_REMEDY}", clock.now())
+            return
         self._probing.ask(config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, clock.now()))
 
 

@@ -78,11 +78,22 @@ class Wanted(NamedTuple):
         model: the path of its file.
         directory: for the copy; it is made.
         known: what was taken of the same file before, as a list of the fields of `Taken`.
+        expected: the sha256 that the model has to have; "" for any.
     """
 
     model: str
     directory: str
     known: Sequence[Any] | None = None
+    expected: str = ""
+
+
+class ModelChanged(ModelFileError):
+    """The file is known not to be the model that is expected."""
+
+
+def changed(path: object, expected: str, sha256: str) -> str:
+    """Say that a file is not what it was."""
+    return f"{path}: the file has changed since it was loaded: expected sha256 {expected:.12}, got {sha256:.12}"
 
 
 def command(wanted: Sequence[Wanted], meter: Path, files: Sequence[str] = ()) -> list[str]:
@@ -96,12 +107,16 @@ def command(wanted: Sequence[Wanted], meter: Path, files: Sequence[str] = ()) ->
     return [*python, str(os.getpid()), str(meter), json.dumps(wanted), *files]
 
 
-def take(model: Path, directory: Path, known: Taken | None = None, meter: Meter | None = None) -> Taken:
+def take(
+    model: Path, directory: Path, known: Taken | None = None, meter: Meter | None = None, expected: str = ""
+) -> Taken:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
-    If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name.
+    If these are the very files of which a snapshot is `known`, and that is what it was, its files get another name. If
+    that was not the model that is `expected`, nothing is copied.
 
     Raises:
+        ModelChanged: the model is known to have another digest than `expected`.
         ModelFileError: the model is not as `Model` wants it, or changes while it is copied.
         OSError: the copy cannot be written.
     """
@@ -110,7 +125,10 @@ def take(model: Path, directory: Path, known: Taken | None = None, meter: Meter 
     with Model(model) as original:
         origin = identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
-        if known is not None and origin and origin == known.origin and _linked(known, copy):
+        is_known = known is not None and origin and origin == known.origin
+        if known is not None and is_known and expected and known.sha256 != expected:
+            raise ModelChanged(changed(model, expected, known.sha256))
+        if known is not None and is_known and _linked(known, copy):
             original.check_unchanged()
             return known._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
         meter.begins(sum(file.nbytes for file in original.files))
@@ -227,14 +245,17 @@ def answer(wanted: Sequence[Wanted], files: Sequence[str] = (), meter: Meter | N
     meter = meter or Meter()
     taken: list[Taken] = []
     try:
-        for model, directory, known in wanted:
-            taken.append(take(Path(model), Path(directory), None if known is None else Taken(*known), meter))
+        for model, directory, known, expected in wanted:
+            before = None if known is None else Taken(*known)
+            taken.append(take(Path(model), Path(directory), before, meter, expected))
         for source, target in zip(files[::2], files[1::2], strict=True):
             _copy(open_file(Path(source)), Path(target), Meter())
+    except ModelChanged as error:
+        return {"error": str(error), "transient": False, "changed": True}
     except ModelFileError as error:
         return {"error": str(error), "transient": error.transient}
     except OSError as error:
-        model, directory, _ = wanted[min(len(taken), len(wanted) - 1)]
+        model, directory, *_ = wanted[min(len(taken), len(wanted) - 1)]
         what = error.filename if str(error.filename) in files[::2] else model
         text = f"cannot copy {what} to {directory}: {error.strerror}"
         return {"error": text, "transient": is_transient(error)}

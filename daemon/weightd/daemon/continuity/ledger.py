@@ -137,6 +137,8 @@ class Ledger:
     def _write(self, content: str) -> None:
         new = self.path.with_name(f"{self.path.name}.new")
         try:
+            # Somebody may have removed all of the cache.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             # What an earlier daemon has left there may be anything.
             with contextlib.suppress(FileNotFoundError):
                 new.unlink()

@@ -28,6 +28,7 @@ _EVENTS: Mapping[AccessState, tuple[AccessEvent, ...]] = {
     AccessState.ORPHANED: (AccessEvent.INHERIT, AccessEvent.ORPHAN),
     AccessState.LISTED: (AccessEvent.FIX,),
     AccessState.CLOSED: (AccessEvent.FIX, AccessEvent.ASK, AccessEvent.REFUSE),
+    AccessState.STRIPPED: (AccessEvent.STRIP,),
     AccessState.FROZEN: (AccessEvent.FIX, AccessEvent.LOSE),
 }
 
@@ -148,6 +149,11 @@ class Access:
             self._shut(AccessEvent.ORPHAN, "the template is lost, of which they would be forked")
         elif self.state in (AccessState.LISTED, AccessState.ASKING, AccessState.CLOSED):
             self._advance(AccessEvent.LOSE)
+
+    def files_lost(self, why: str) -> None:
+        """What lost workers would need to load has vanished: those that are there go on."""
+        if self.is_valid and not self.is_shut:
+            self._shut(AccessEvent.STRIP, why)
 
     def invalidate(self) -> None:
         """What is computed on the weights may be anything from now on."""

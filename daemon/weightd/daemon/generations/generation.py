@@ -22,7 +22,7 @@ from weightd.daemon.generations.states import (
     GenerationState,
 )
 from weightd.daemon.generations.tries import Tries, described
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import End, Lost
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Allowed, Attached, Broken, Built, Hello, Probe, Probing
 
@@ -186,6 +186,8 @@ class Generation(Life):
             return
         was = child.state
         self.roster.exited(child)
+        if end.lost is not Lost.NOTHING and self._has_served:
+            self.access.files_lost(end.words)
         if was in COUNTED:
             loss = Loss(
                 str(end),

@@ -102,6 +102,7 @@ class AccessState(enum.Enum):
     LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
     ASKING = "asking"  # the same; it has been asked
     CLOSED = "closed"  # the engine lets nobody in who was not there at the build
+    STRIPPED = "stripped"  # nobody: the files that they would load have vanished; the workers go on
     FROZEN = "frozen"  # nobody: the holder is lost, and the workers go on
     INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
 
@@ -118,6 +119,7 @@ class AccessEvent(enum.Enum):
     REFUSE = "refuse"
     LOSE = "lose"
     INVALIDATE = "invalidate"
+    STRIP = "strip"
 
 
 # Before it serves, a generation needs its holder; these are the states that lead there.
@@ -154,7 +156,7 @@ COUNTED = frozenset(
 ALIVE = COUNTED | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
 # Lost workers cannot be replaced.
-SHUT = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.FROZEN})
+SHUT = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.STRIPPED, AccessState.FROZEN})
 
 _TOLD = {
     ChildState.ADMITTED: ChildState.GREETED,
@@ -210,6 +212,10 @@ ACCESS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
     (AccessState.ASKING, AccessEvent.REFUSE): AccessState.CLOSED,
     (AccessState.LISTED, AccessEvent.LOSE): AccessState.FROZEN,
     (AccessState.ASKING, AccessEvent.LOSE): AccessState.FROZEN,
+    (AccessState.OPEN, AccessEvent.STRIP): AccessState.STRIPPED,
+    (AccessState.HEIRS, AccessEvent.STRIP): AccessState.STRIPPED,
+    (AccessState.LISTED, AccessEvent.STRIP): AccessState.STRIPPED,
+    (AccessState.ASKING, AccessEvent.STRIP): AccessState.STRIPPED,
     (AccessState.CLOSED, AccessEvent.LOSE): AccessState.FROZEN,
     **{(state, AccessEvent.INVALIDATE): AccessState.INVALID for state in AccessState if state != AccessState.INVALID},
 }

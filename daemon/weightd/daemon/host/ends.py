@@ -32,6 +32,14 @@ class By(enum.Enum):
     KERNEL = "the kernel was out of memory"
 
 
+class Lost(enum.Enum):
+    """What of the daemon's own files has vanished, so that a child cannot be started."""
+
+    NOTHING = "nothing"
+    SNAPSHOT = "snapshot"  # the copy of the model, or of what belongs to it
+    STORE = "store"  # the pages that workers of the generation map
+
+
 @dataclass(frozen=True)
 class End:
     """The end of a child.
@@ -41,12 +49,14 @@ class End:
         words: the last ones of its log, or why there was no process.
         by: who has ended it.
         not_started: there was no process for a cause that may go away by itself.
+        lost: which files were missing to start it.
     """
 
     status: int | None
     words: str = ""
     by: By = By.UNKNOWN
     not_started: bool = False
+    lost: Lost = Lost.NOTHING
 
     @property
     def is_transient(self) -> bool:

@@ -16,7 +16,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.daemon.generations.resume import resume, resume_unit
 from weightd.daemon.generations.unit import Unit
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.models import rows, units
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.ports import Children
@@ -173,6 +173,8 @@ class Crew:
     def exited(self, child: str, end: End, now: float) -> None:
         """A child has exited."""
         owner = self._owners.pop(child, None)
+        if owner is not None and end.lost is Lost.SNAPSHOT:
+            self._snapshots.lost(owner[1].source)
         if owner is not None and not self._is_sound(owner[1]):
             self.examine(*owner, now)
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.

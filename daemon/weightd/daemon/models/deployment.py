@@ -76,10 +76,10 @@ class Deployment(Deployed):
     def update(self, source: Source, now: float) -> None:
         """Load a generation that is to take over once `switch` is called.
 
-        What `is_lost` is tried again only if that fails.
+        What `is_lost`, or `renews`, is tried again only if that fails.
         """
         again = self._wanted
-        if self.coming is not None and self.is_lost:
+        if self.coming is not None and (self.is_lost or self.renews):
             again, old = self.coming.source, self.coming
             self.coming = self._pinned = None
             self._leave(old, now)

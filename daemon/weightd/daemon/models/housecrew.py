@@ -9,7 +9,7 @@ from weightd.daemon.children.launch import Program
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Forget, Pin, Spawn
 from weightd.daemon.generations.life import Life
-from weightd.daemon.host.ends import End
+from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.models import units
 from weightd.daemon.models.crew import Crew
 from weightd.daemon.models.deployment import Deployment
@@ -34,6 +34,9 @@ class House(Protocol):
 
     def want_snapshots(self, now: float) -> None:
         """A process is to be started."""
+
+    def snapshots_lost(self) -> None:
+        """The files of snapshots have vanished."""
 
     def program(self, config: ModelConfig, device: str) -> Program:
         """Return what the process runs there."""
@@ -95,6 +98,8 @@ class HouseCrew(Crew):
         if owner is None:
             return
         deployment, generation = owner
+        if end.lost is Lost.SNAPSHOT:
+            self._household.snapshots_lost()
         if not self._is_sound(generation):
             self._lose(child)
         useful = any(desk.has_answered(child) for desk in self._household.desks)

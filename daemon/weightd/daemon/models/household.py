@@ -149,6 +149,11 @@ class Household:
         for member in self.members:
             member.want_snapshot(now)
 
+    def snapshots_lost(self) -> None:
+        """The files of snapshots have vanished: all are taken anew."""
+        for member in self.members:
+            member.snapshot_lost()
+
     def program(self, config: ModelConfig, device: str) -> Program:
         """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
         there = self._snapshots() or ()
@@ -284,6 +289,10 @@ class Member(Model):
     def want_snapshot(self, now: float) -> None:
         """A process is to be started."""
         self._sources.snapshots.want(self._sources.current, now + self.config.load_timeout)
+
+    def snapshot_lost(self) -> None:
+        """The files of its snapshot have vanished."""
+        self._sources.snapshots.lost(self._sources.current)
 
     def renew_source(self) -> None:
         """Read the model's files again."""

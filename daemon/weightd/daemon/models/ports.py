@@ -21,8 +21,11 @@ from weightd.protocol.messages.children import OrderMessage
 class Children(Protocol):
     """What a model wants of its children. None of these calls the model back before it has returned."""
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source) -> None:
-        """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`."""
+    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+        """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
+
+        `expected`: the sha256 that it has to have, "" for any.
+        """
 
     def unpin(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""

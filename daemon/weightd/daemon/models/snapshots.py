@@ -12,16 +12,18 @@ class Snapshots:
     """Has each source pinned once, however many generations load it.
 
     Args:
-        pin: begins to take the snapshot of a source.
+        pin: begins to take the snapshot of a source, which has to have this sha256; "": any.
         unpin: removes it, or stops taking it.
     """
 
-    def __init__(self, pin: Callable[[Source], None], unpin: Callable[[Source], None]) -> None:
+    def __init__(self, pin: Callable[[Source, str], None], unpin: Callable[[Source], None]) -> None:
         self._pin = pin
         self._unpin = unpin
         # None: it is being taken.
         self._all: dict[Source, Snapshot | None] = {}
         self._canaries: dict[Source, Canary] = {}
+        # The sha256 of what was lost: all generations of a source load the same.
+        self._expected: dict[Source, str] = {}
         # Until when, in monotonic seconds.
         self._deadlines: dict[Source, float] = {}
 
@@ -30,7 +32,7 @@ class Snapshots:
         if source not in self._all:
             self._all[source] = None
             self._deadlines[source] = deadline
-            self._pin(source)
+            self._pin(source, self._expected.get(source, ""))
 
     @property
     def next_event(self) -> float:
@@ -48,11 +50,19 @@ class Snapshots:
         """It exists; if nobody wants it any more, that is of no consequence."""
         if source in self._all:
             self._all[source] = snapshot
+            self._expected.pop(source, None)
             self._deadlines.pop(source, None)
 
     def restore(self, source: Source, snapshot: Snapshot) -> None:
         """A daemon before this one has taken it."""
         self._all[source] = snapshot
+
+    def lost(self, source: Source) -> None:
+        """Its files have vanished: who wants it next has it taken anew, if the model is still the same."""
+        snapshot = self._all.get(source)
+        if snapshot is not None:
+            del self._all[source]
+            self._expected[source] = snapshot.sha256
 
     def find(self, source: Source) -> Snapshot | None:
         """Return the snapshot, if it exists."""
@@ -75,8 +85,9 @@ class Snapshots:
 
     def drop(self, source: Source) -> None:
         """No generation will load it any more."""
-        if source in self._all:
-            del self._all[source]
+        if source in self._all or source in self._expected:
+            self._all.pop(source, None)
+            self._expected.pop(source, None)
             self._canaries.pop(source, None)
             self._deadlines.pop(source, None)
             self._unpin(source)
@@ -88,7 +99,7 @@ class Snapshots:
 
     def drop_all(self) -> None:
         """Leave nothing behind."""
-        for source in list(self._all):
+        for source in [*self._all, *self._expected]:
             self.drop(source)
 
     def ready(self) -> Iterator[tuple[Source, Snapshot]]:

@@ -37,7 +37,7 @@ class Sources:
     Args:
         path: of the model file that is loaded first.
         numbers: of the model's name.
-        pin: begins to take the snapshot of a source.
+        pin: begins to take the snapshot of a source, see `Snapshots`.
         unpin: removes it, or stops taking it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sources:
     """
 
     def __init__(
-        self, path: str, numbers: Numbers, pin: Callable[[Source], None], unpin: Callable[[Source], None]
+        self, path: str, numbers: Numbers, pin: Callable[[Source, str], None], unpin: Callable[[Source], None]
     ) -> None:
         self.current = Source(path, number=numbers.source())
         self.previous: Source | None = None

@@ -176,6 +176,11 @@ class Deployed:
         return self._stage is Stage.KEEPING and self.serving is None and not awaits
 
     @property
+    def renews(self) -> bool:
+        """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
+        return self._stage is Stage.KEEPING and self.serving is not None and self.serving.needs_renewal
+
+    @property
     def is_away(self) -> bool:
         """Whether it has made room for another model of its name."""
         return self._stage is Stage.AWAY

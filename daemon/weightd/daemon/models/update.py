@@ -77,7 +77,7 @@ class Updates:
         if self._update is not None:
             raise Unavailable(f"{self._name} is being updated already")
         for each in self._deployments:
-            if not each.failed and not each.is_lost and (each.serving is None or each.busy):
+            if not (each.failed or each.is_lost or each.renews) and (each.serving is None or each.busy):
                 raise Unavailable(f"{self._name} is loading on {each.device.name}: try again once it serves")
         if rollback:
             source = self._previous()

@@ -153,7 +153,9 @@ def _executions(tally: Tally) -> ExecutionsStatus:
 def _note(model: Model) -> str:
     suspects = ", ".join(model.desk.guard.suspects.names(clock.now()))
     blame = f"workers were lost to requests of {suspects}" if suspects else ""
-    return "; ".join(each for each in (model.note, blame) if each)
+    renewing = [each.cause for each in model.deployments if each.serving is not None and each.serving.needs_renewal]
+    renewal = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in renewing if cause))
+    return "; ".join(each for each in (model.note, renewal, blame) if each)
 
 
 def _generation(
