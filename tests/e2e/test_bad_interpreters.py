@@ -135,9 +135,12 @@ def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
     cause = cause_of_failure(service, case)
     for word in bad[case].words:
         assert word in cause
-    with pytest.raises(FailedPrecondition) as caught:
+    # A file that is missing may be on a file system that is mounted late: the daemon tries again.
+    with pytest.raises(Unavailable if case == "missing" else FailedPrecondition) as caught:
         client.infer(case, {})
-    assert str(caught.value) == f"{case} failed: {cause}"
+    assert re.sub(rf"\b{case}\.\d+\.", f"{case}.N.", str(caught.value)) == re.sub(
+        rf"\b{case}\.\d+\.", f"{case}.N.", f"{case} failed: {cause}"
+    )
     until(lambda: not model_status(service, case).generations[0].processes, "its processes are gone")
     assert started(service.log, case) <= MOST_PROCESSES
 

@@ -248,7 +248,7 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
         (BuildError("the others have not come"), Broken("the others have not come"), exits.CANNOT_BUILD),
         (NoRoom("the card is full"), Broken("the card is full", no_room=True), exits.CANNOT_BUILD),
         (Spoilt("Launch kernel failed"), Broken("Launch kernel failed"), exits.CANNOT_BUILD),
-        (MemoryError("x"), Broken("MemoryError: x"), exits.FAILED),
+        (MemoryError("x"), Broken("MemoryError: x", transient=True), exits.FAILED),
     ],
 )
 def test_what_fails_on_the_way_is_told(
