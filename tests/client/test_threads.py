@@ -193,7 +193,8 @@ def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
             if wait and stops and stops.pop():
                 oversleep(wait / 1000)
                 return []
-            return poller.poll(wait)
+            ready: List[Any] = poller.poll(wait)
+            return ready
 
     poller = client._exchange._poller  # pyright: ignore[reportPrivateUsage]
     if reads:

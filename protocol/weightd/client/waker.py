@@ -40,7 +40,7 @@ class Waker:
         """Wait; return whether that had an end by the deadline."""
         wait = (deadline - monotonic()) * 1000
         # It waits for milliseconds, and not less than it is told. A negative number would be for ever.
-        ready = poller.poll(wait) if wait > 0 else []
+        ready: Sequence[Any] = poller.poll(wait) if wait > 0 else ()
         if not ready:
             # Python reports nothing if the time-out ended while the process was stopped, whatever is ready.
             ready = poller.poll(0)

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ from weightd.daemon.children.running import Running
 from weightd.daemon.config.check import problems
 from weightd.daemon.config.load import Config, ConfigError, load_text, read
 from weightd.daemon.host import processes
+from weightd.shared import signals
 from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with, ignore_interrupts
+from weightd.shared.parent import die_with
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -117,7 +119,7 @@ class ConfigReader:
 
 def main() -> None:
     """Be the process."""
-    ignore_interrupts()
+    signals.reset(signal.SIGINT)
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
     found = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -139,7 +139,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     def discard(self) -> None:
         """Free the built model. Pages that it shares stay in the page store, which is a file."""
-        self._tensors = []
+        self._bind([])
         del self._model
 
     def _context(self) -> Any:
