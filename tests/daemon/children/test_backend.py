@@ -256,7 +256,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_being_started(
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(vars(scene.backend)["_launcher"], "start", mock.Mock(side_effect=refused))
     scene.model.start(0.0)
-    scene.model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, 100), 0.0)
+    scene.model.pinned(Source("/m.mindir"), scene.snapshot, 0.0)
     while "cannot start /" not in caplog.text:
         scene.loop.wait(1)
     assert LIMIT in caplog.text

@@ -27,7 +27,7 @@ else:
 
 TEXT = Path(__file__).resolve().parents[3].joinpath("docs", "ascend.md").read_text("utf-8")
 # Of the CPU, and so of no use in this document.
-CPU_OPTIONS = {"thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "parallel_workers"}
+CPU_OPTIONS = {"thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "parallel_workers", "max_shape"}
 
 
 def blocks(language: str) -> list[str]:

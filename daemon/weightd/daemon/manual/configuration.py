@@ -93,10 +93,11 @@ workers = 8
 """
 
 # What stands in the example for keys without a default.
-_REQUIRED: Mapping[str, str] = {
+_VALUES: Mapping[str, str] = {
     "path": '"/srv/models/resnet50.onnx"',
     "address": '"ipc:///run/weightd/weightd.sock"',
     "models": '["resnet50", "resnet101"]',
+    "max_shape": "{ data = [16, 3, 224, 224] }",
 }
 
 _FIRST = """\
@@ -145,5 +146,5 @@ def example() -> str:
 
 def _lines(key: Key, *, there: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    value = _REQUIRED[key.name] if key.required else key.default or 0
+    value = _VALUES[key.name] if key.required else key.default or _VALUES.get(key.name, 0)
     yield f"{'' if there and key.required else '# '}{key.name} = {value}\n"
