@@ -305,3 +305,36 @@ def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch:
     socket.session._predictor.begin(2, (), exact=True)
     assert socket.run() == exits.OK
     assert [len(each["x"]) for each in engine.asked] == [2, 1, 1, 2, 1, 1]
+
+
+class Rebuilt(Engine):
+    """Has built a new model with the first predict."""
+
+    def __init__(self, script: List[Script]) -> None:
+        super().__init__()
+        self.shared_at: List[List[float]] = []
+        self._script = script
+        self._is_rebuilt = False
+
+    @property
+    def is_apart(self) -> bool:
+        return self._is_rebuilt
+
+    def share_again(self) -> None:
+        assert not self._script[0].session._crew._busy
+        self._is_rebuilt = False
+        self.shared_at.append([*self.begun])
+
+    def _answer(self, inputs: Arrays) -> Arrays:
+        self._is_rebuilt = self._is_rebuilt or not self.begun
+        return super()._answer(inputs)
+
+
+def test_pages_of_a_model_that_was_built_again_are_shared_when_nothing_else_runs() -> None:
+    scripts: List[Script] = []
+    engine = Rebuilt(scripts)
+    orders = [predict(1), predict(2), predict(3), STOP]
+    scripts.append(Script(engine, orders, one_after_another(1, 2, None, 3)))
+    assert scripts[0].run() == exits.OK
+    assert engine.shared_at == [[1.0]]
+    assert sorted(scripts[0].values) == [1, 2, 3]

@@ -16,6 +16,7 @@ from testkit import freshanswers
 from testkit.examples import examples
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Attach, Attached, Broken, Build, Built, Failed, Hello
+from weightd.worker import pagesharing
 from weightd.worker.canary import canary
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines import ENGINES
@@ -197,6 +198,20 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
     assert asked == [1, 16, 50, 16]
 
 
+def test_a_runner_shares_pages_again_only_when_it_is_told_to(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Meanwhile other threads receive requests and free answers."""
+    engine: Any = make(model("wide"), "parallel")
+    engine.predict(values({"x": (1, 1024)}))
+    assert engine.sharing.export(str(tmp_path / "store")).handle
+    joined: List[str] = []
+    monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", lambda _, store: joined.append(store))
+    block_bytes = pagesharing.block_bytes()
+    engine.predict(values({"x": (2, 1024)}))
+    assert (joined, engine.is_apart, pagesharing.block_bytes()) == ([], True, block_bytes)
+
+
 def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, kind: str) -> None:
     engine = make(model("lstm"), kind, max_shape={"x": [5, 16, 8], "h": [1, 16, 32]})
     engine.predict(values(lstm(16)))
@@ -249,8 +264,9 @@ def test_a_worker_answers_as_a_fresh_process_does(
         assert frames[0] == fresh_answers(name)[number].tobytes()
 
 
-def test_weights_are_shared_again_after_growth(daemon: Daemon, model: Model) -> None:
-    _, attached = serve(daemon, model("wide"))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_weights_are_shared_again_after_growth(workers: int, daemon: Daemon, model: Model) -> None:
+    _, attached = serve(daemon, model("wide"), options=f'{{"parallel_workers": {workers}}}')
     maps = Path(f"/proc/{daemon.children['w'].pid}/smaps")
 
     def shared_bytes() -> int:
@@ -263,6 +279,8 @@ def test_weights_are_shared_again_after_growth(daemon: Daemon, model: Model) -> 
     before = shared_bytes()
     daemon.ask("w", 1, **values({"x": (64, 1024)}))
     daemon.answer("w", 1)
+    daemon.ask("w", 2, **values({"x": (64, 1024)}))
+    daemon.answer("w", 2)
     assert before >= attached.shared_bytes > 0
     assert shared_bytes() >= before - 64 * 1024
 

@@ -59,6 +59,7 @@ class ConcurrentSession(Session):
             self._answer_heard()
             if self._crew.status != exits.OK and self._crew.is_idle:
                 return _END
+            self._share_again()
             # What has come meanwhile is read first, as in any session.
             can_go_on = self._can_go_on()
             messages = self._connection.receive(0 if can_go_on else self._patience_s)
@@ -84,11 +85,18 @@ class ConcurrentSession(Session):
         else:
             self._crew.hear()
 
+    def _share_again(self) -> None:
+        """Share the weights of a model that was built again, once no predict runs. None begins before that."""
+        if self._engine.is_apart and self._crew.is_idle:
+            self._engine.share_again()
+
     def _can_go_on(self) -> bool:
         """Whether it is the turn of the first in the inbox."""
         if not self._inbox:
             return False
-        return self._crew.is_free if isinstance(self._inbox.first, (Predict, Together)) else self._crew.is_idle
+        if isinstance(self._inbox.first, (Predict, Together)) and not self._engine.is_apart:
+            return self._crew.is_free
+        return self._crew.is_idle
 
     def _is_quiet(self) -> bool:
         """Whether nothing was heard that is still to be answered, and nothing will be."""

@@ -75,6 +75,15 @@ class Engine(abc.ABC):
     """Whether the engine builds a new model at each change of shape, set where answers depend on the shapes before."""
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the engine has built a new model, whose weights are private until `share_again` is called."""
+        return False
+
+    def share_again(self) -> None:
+        """Share the weights where `is_apart` is true. No other thread may do anything meanwhile."""
+        raise NotImplementedError
+
+    @property
     def max_shape(self) -> Optional[Case]:
         """The largest shape of each input that the configuration allows, None where it sets none."""
         return None

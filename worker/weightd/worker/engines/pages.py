@@ -77,6 +77,10 @@ class PageSharing(Sharing):
             note = self.attach(self._store).note
             if note:
                 _log.warning("%s", note)
+        self.end_build()
+
+    def end_build(self) -> None:
+        """Have blocks of the sizes that get mappings of their own for a build only come from the heap again."""
         pagesharing.restore(self._block_bytes)
 
     def settle(self, handle: str) -> None:

@@ -86,9 +86,12 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             if target != form:
                 target = self._enlarge(form, target, inputs, outputs)
         self._first, self._last = target, form
+        self._after_rebuild()
+        return outputs
+
+    def _after_rebuild(self) -> None:
         if self._pages is not None:
             self._pages.attach_again()
-        return outputs
 
     def _enlarge(self, form: Form, target: Form, inputs: Arrays, outputs: Arrays) -> Form:
         """Build a Model that computes `target` first; return the first shape of the one that is there then.

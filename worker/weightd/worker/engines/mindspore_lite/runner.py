@@ -14,6 +14,8 @@ not do beyond what a Model does not (`model`), measured on 2.0.0, and what this 
 - The first predict runs on all workers, one after another: that is the canary's.
 - A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
   has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
+- Other threads receive requests and free answers while a runner is built again, and pages may be exchanged only when
+  nothing else happens in the process: the session calls `share_again` then.
 - Other failures come while predicts run beside them, and nobody knows on which worker: what ends after one, or after
   the log has told of one, is `Doubtful`.
 """
@@ -46,6 +48,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
+        self._is_apart = False
         if self._options.dec_key_file:
             raise BuildError("options.dec_key_file: the library's runner of parallel workers takes no key")
 
@@ -98,6 +101,22 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         if self._is_spoilt:
             raise Doubtful("another predict failed while this one ran")
         return outputs
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a runner was built again whose pages are not shared yet."""
+        return self._is_apart
+
+    def share_again(self) -> None:
+        """Share the pages of a runner that was built again."""
+        self._is_apart = False
+        if self._pages is not None:
+            self._pages.attach_again()
+
+    def _after_rebuild(self) -> None:
+        if self._pages is not None:
+            self._pages.end_build()
+            self._is_apart = True
 
     def _is_known(self, form: Form) -> bool:
         return form == self._first if self.by_shape else form in self._forms
