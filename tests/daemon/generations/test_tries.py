@@ -152,6 +152,20 @@ def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: En
     assert search.cause == f"{HOLDER}: {end}; it ran the configured canary, x [1, 7]"
 
 
+@pytest.mark.parametrize("end", [SEGV, End(3)])
+def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: End) -> None:
+    search = Search(Canary(search=False, cases=(x(7),)))
+    search.begin()
+    for cases in [(x(7),), (), (x(4),)]:
+        search.try_(*cases)
+    assert search.exits(HOLDER, end=end) == [holder(HOLDER2)]
+    order = search.begin(HOLDER2)
+    assert (order.search, order.canary_cases, order.unfit) == (False, (x(7),), (x(4),))
+    search.try_(x(7), holder=HOLDER2)
+    search.exits(HOLDER2, end=end)
+    assert search.state is GenerationState.FAILED
+
+
 def test_what_an_earlier_generation_has_found_comes_first() -> None:
     known = Canary(cases=(x(48), x(96)), unfit=(x(1),))
     search = Search(known=known)

@@ -264,6 +264,15 @@ def test_a_worker_answers_as_a_fresh_process_does(
         assert frames[0] == fresh_answers(name)[number].tobytes()
 
 
+@pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
+def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
+    daemon.start("h", model("image"), "--options", options)
+    daemon.hear("h", Hello)
+    daemon.tell("h", Build((), search=False, canary_cases=({"x": (1, 3, 64, 64)},)))
+    built, _ = daemon.hear("h", Built)
+    assert built.by_shape
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_weights_are_shared_again_after_growth(workers: int, daemon: Daemon, model: Model) -> None:
     _, attached = serve(daemon, model("wide"), options=f'{{"parallel_workers": {workers}}}')

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
 
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
@@ -258,33 +258,49 @@ class Session(Life):
             rebuild: called where a new model is needed.
         """
         engine, self._unfit = self._engine, self._unfit or order.unfit
-        expected = [known, *self._run_between(known.cases, rebuild)] if known.digest else []
+        bound = self._largest(known.cases, order.rows)
+        first = bound or (known.cases[0] if known.cases else {})
+        further = self._run_further(known.cases, first, rebuild) if known.digest else None
         engine.by_shape = False
-        first = self._largest(known.cases, order.rows)
-        if not first:
+        if not bound and further is None:
             return False
         rebuild()
         if first not in self._unfit:
             self._probing((first,), self._unfit)
             self._compute_first(first, rebuild)
             self._probing((), self._unfit)
-        differs = any(
-            canary.difference(each, self._run(each.cases)) > self._tolerance for _ in range(2) for each in expected
-        )
+        differs = bool(known.digest) and any(self._differs_now(known, further) for _ in range(2))
         if differs:
             _log.warning("%s", _BY_SHAPE)
         return differs
 
-    def _run_between(self, cases: Cases, rebuild: Callable[[], None]) -> Iterator[canary.Canary]:
-        """Run a new model on a shape between the two that the search has found, if there is one."""
-        case = shapes.between(*cases) if len(cases) == _SEARCHED and self._sample is None else {}
-        if case and case not in (*cases, *self._unfit):
-            self._probing((case,), self._unfit)
-            try:
-                yield self._run((case,))
-            except RequestError:
-                rebuild()
+    def _differs_now(self, known: canary.Canary, further: Optional[canary.Canary]) -> bool:
+        if canary.difference(known, self._run(known.cases)) > self._tolerance:
+            return True
+        return further is not None and canary.difference(further, self._run_resized(further.cases[0])) > self._tolerance
+
+    def _run_further(self, cases: Cases, first: Case, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
+        """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
+
+        It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
+        """
+        signature = self._engine.signature
+        case = shapes.between(*cases) if len(cases) == _SEARCHED else shapes.halved(signature, first)
+        if case in (*cases, first, *self._unfit):
+            return None
+        self._probing((case,), self._unfit)
+        try:
+            return self._run_resized(case)
+        except RequestError:
+            rebuild()
+            return None
+        finally:
             self._probing((), self._unfit)
+
+    def _run_resized(self, case: Case) -> canary.Canary:
+        """Run a shape that is not the sample's."""
+        engine = self._engine
+        return canary.of((case,), [engine.predict(shapes.inputs(engine.signature, case, self._sample))])
 
     def _largest(self, cases: Cases, rows: int) -> Case:
         """Return the largest shape that is known to be needed, {} where there is but one shape.

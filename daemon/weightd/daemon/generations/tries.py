@@ -45,10 +45,12 @@ class Tries:
         self.trying: Cases = ()
         self._deaths = 0
         self._again: Cases | None = None
+        self._has_run = False
 
     def order(self, pids: tuple[str, ...]) -> Build:
         """Return what the holder is told."""
         known, (rows, sizes, exact) = self.known, self._rows
+        self._has_run = False
         return Build(pids, known.search, known.cases, known.unfit, rows, sizes, exact)
 
     def attach(self, built: Built) -> Attach:
@@ -57,6 +59,8 @@ class Tries:
 
     def told(self, probing: Probing) -> None:
         """The holder has said what it tries."""
+        # A configured canary comes first.
+        self._has_run = self._has_run or bool(self.trying and not probing.trying)
         self.trying = probing.trying
         if self.known.search:
             self.known = replace(self.known, unfit=probing.unfit)
@@ -79,10 +83,13 @@ class Tries:
         if from_outside and tried != self._again:
             self._again = tried
             return True
-        if not self.known.search:
+        if not self.known.search and not self._has_run:
             return False
         self._deaths += 1
         unfit = (*self.known.unfit, *(case for case in tried if case not in self.known.unfit))
+        if not self.known.search:
+            self.known = replace(self.known, unfit=unfit[: limits.MAX_CANARY_UNFIT])
+            return self._deaths < MAX_DEATHS
         over = is_slow or self._deaths >= MAX_DEATHS or len(unfit) > limits.MAX_CANARY_UNFIT
         self.known = Canary(not over, (), unfit[: limits.MAX_CANARY_UNFIT])
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional
+from typing import List, Optional, Tuple
 
 import numpy as np
 
@@ -30,6 +30,16 @@ def between(small: Case, large: Case) -> Case:
     Kernels are chosen by what divides a size: 64 and 128 may have the same one, and 96 another.
     """
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
+
+
+def halved(signature: ModelSignature, case: Case) -> Case:
+    """Return the case whose free dimensions are half as large."""
+    known = {each.name: each.shape for each in signature.inputs}
+    return {name: _halved(known[name], shape) for name, shape in case.items()}
+
+
+def _halved(known: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) -> Tuple[int, ...]:
+    return tuple((dim + 1) // 2 if known is None or known[axis] < 0 else dim for axis, dim in enumerate(shape))
 
 
 def inputs(signature: ModelSignature, case: Case, sample: Optional[Arrays]) -> Arrays:
