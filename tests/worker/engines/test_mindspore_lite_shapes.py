@@ -266,11 +266,13 @@ def test_a_worker_answers_as_a_fresh_process_does(
 
 @pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
 def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
-    daemon.start("h", model("image"), "--options", options)
+    daemon.start("h", model("image"), "--options", options, "--users", "1")
     daemon.hear("h", Hello)
     daemon.tell("h", Build((), search=False, canary_cases=({"x": (1, 3, 64, 64)},)))
     built, _ = daemon.hear("h", Built)
     assert built.by_shape
+    assert "weights are not shared" in built.note
+    assert "built again at each change of shape" in built.note
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -238,7 +238,7 @@ class Session(Life):
                 known.cases,
                 known.digest,
                 shared.bytes,
-                shared.note or (_BY_SHAPE if engine.by_shape else ""),
+                clip("; ".join(filter(None, [shared.note, _BY_SHAPE if engine.by_shape else ""]))),
                 engine.memory(),
                 gears=engine.gears,
                 canary_note=clip(known.note),
