@@ -58,7 +58,7 @@ from weightd.worker import session as session_module
 from weightd.worker.batching import trials
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
-from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, Spoilt
+from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, NotRun, Spoilt
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Made, Tell
 from weightd.worker.session import Files, Heirs, Origin, Session
@@ -571,6 +571,14 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == ([] if leaving else [2])
     assert status == (exits.SPOILT if leaving else exits.OK)
+
+
+def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
+    engine = fake(sequence(*[ZEROS] * 4, NotRun("too large"), ONES))
+    _, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=False)
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [2]
+    assert engine.done.count("predict") == 6
 
 
 def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:

@@ -19,7 +19,7 @@ from weightd.worker.batching.joint import Joint, Share
 from weightd.worker.batching.trials import Trials
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.engines.errors import Doubtful, Spoilt
+from weightd.worker.engines.errors import Doubtful, NotRun, Spoilt
 from weightd.worker.regions import Regions
 
 _log = logging.getLogger("weightd.worker")
@@ -78,7 +78,7 @@ class Predictor:
                 placed, rest = self._placed(regions, rest)
             self._answer((Result(order.request, description, placed), rest))
         except RequestError as error:
-            return self._fail(order, error, leaving=isinstance(error, Spoilt) or not self._proves())
+            return self._fail(order, error, leaving=not self._survives(error))
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
             return self._fail_unforeseen(order, error)
         return exits.OK
@@ -195,7 +195,7 @@ class Predictor:
         return self._one_by_one(parts)
 
     def _refused(self, parts: Sequence[Asked], error: RequestError) -> int:
-        if isinstance(error, Spoilt) or not self._proves():
+        if not self._survives(error):
             return self._fail(parts[0][0], error, leaving=True)
         if len(parts) == 1:
             return self._fail(parts[0][0], error, leaving=False)
@@ -273,9 +273,11 @@ class Predictor:
             return tuple(placed), []
         return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
-    def _proves(self) -> bool:
-        """After a refused predict: whether the model answers as before, as far as can be seen."""
-        return self.proof is None or not self.proof.refuted()
+    def _survives(self, error: RequestError) -> bool:
+        """Return whether the model answers as before after a refused predict, as far as can be seen."""
+        if isinstance(error, Spoilt):
+            return False
+        return isinstance(error, NotRun) or self.proof is None or not self.proof.refuted()
 
     def _fail_unforeseen(self, order: Predict, error: Exception) -> int:
         _log.exception("request %d", order.request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.protocol.errors import Internal, WeightdError
+from weightd.protocol.errors import Internal, InvalidArgument, WeightdError
 
 
 class EngineMissing(WeightdError):
@@ -19,6 +19,10 @@ class NoRoom(BuildError):
 
 class NotAllowed(WeightdError):
     """No further process can be let in; the text says why."""
+
+
+class NotRun(InvalidArgument):
+    """The engine refuses a request before the model has seen it: the model cannot have changed."""
 
 
 class Spoilt(Internal):

@@ -14,10 +14,9 @@ from typing import Any, Dict, Generator, Optional, Sequence
 
 import numpy as np
 
-from weightd.protocol.errors import InvalidArgument
 from weightd.worker.engines.cpu import CpuEngine
 from weightd.worker.engines.engine import Arrays, Settings
-from weightd.worker.engines.errors import BuildError, Spoilt
+from weightd.worker.engines.errors import BuildError, NotRun, Spoilt
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.mindspore_lite.shapes import Form, Shape, covers, grown
 
@@ -62,7 +61,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         """Compute a shape that is not that of the predict before.
 
         Raises:
-            InvalidArgument: the option `max_shape` does not cover it.
+            NotRun: the option `max_shape` does not cover it.
             Spoilt: the predict failed, or the model could not be built again.
         """
         self._check_bound(form)
@@ -122,7 +121,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             return
         for name, shape in zip(self._names, form):
             if not covers((bound.get(name, shape),), (shape,)):
-                raise InvalidArgument(
+                raise NotRun(
                     f'input "{name}": expected a shape of at most {list(bound[name])}, which the key '
                     f"mindspore_lite.max_shape of the model sets, got {list(shape)}"
                 )
