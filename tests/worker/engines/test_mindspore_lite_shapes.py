@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,16 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
     monkeypatch.setattr("weightd.worker.engines.mindspore_lite.cpu.grown", lambda *_: ((5, 50, 8), (1, 50, 32)))
     compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
     assert asked == [1, 16, 50, 16]
+
+
+def test_a_model_on_a_file_system_without_locks_is_built_again(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    compare(make(model("lstm"), "alone"), "lstm", [0, 5], fresh_answers("lstm"))
 
 
 def test_a_runner_shares_pages_again_only_when_it_is_told_to(

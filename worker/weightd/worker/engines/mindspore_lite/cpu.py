@@ -160,7 +160,9 @@ def _one_at_a_time(path: str) -> Generator[None, None, None]:
     except OSError as error:
         raise Spoilt(f"building the model again failed: {path}: {error.strerror}") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # A file system may have no locks. The processes build at once then, which takes memory and changes no answer.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
