@@ -24,6 +24,7 @@ from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import Spoilt
 from weightd.worker.engines.mindspore_lite.shapes import Form, covers, grown
+from weightd.worker.engines.sharing import Shared
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -217,7 +218,12 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
     engine.predict(values({"x": (1, 1024)}))
     assert engine.sharing.export(str(tmp_path / "store")).handle
     joined: List[str] = []
-    monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", lambda _, store: joined.append(store))
+
+    def attach(_: object, store: str) -> Shared:
+        joined.append(store)
+        return Shared(store, 0, "")
+
+    monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", attach)
     block_bytes = pagesharing.block_bytes()
     engine.predict(values({"x": (2, 1024)}))
     assert (joined, engine.is_apart, pagesharing.block_bytes()) == ([], True, block_bytes)
