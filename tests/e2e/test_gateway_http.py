@@ -168,7 +168,7 @@ def test_every_method_of_tritonclient(client: triton.InferenceServerClient) -> N
     assert tiny["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 64]}]
     config = client.get_model_config("tiny", "1")
     assert config["input"][0]["dims"] == [-1, 64]
-    assert {each["name"] for each in client.get_model_repository_index()} == {"tiny", "types", "slow"}
+    assert {each["name"] for each in client.get_model_repository_index()} == {"tiny", "types", "slow", "scalar"}
     assert client.get_trace_settings()["trace_level"] == ["OFF"]
     assert client.get_log_settings()["log_error"] is True
     for refused in (

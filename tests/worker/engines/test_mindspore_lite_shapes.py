@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,16 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
     assert asked == [1, 16, 50, 16]
 
 
+def test_a_lock_that_a_stopped_process_keeps_is_not_waited_for_without_end(
+    model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
+) -> None:
+    monkeypatch.setattr("weightd.worker.engines.mindspore_lite.cpu._LOCK_PATIENCE_S", 0.05)
+    engine = make(model("lstm"), "alone")
+    with model("lstm").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
+
+
 def test_a_model_on_a_file_system_without_locks_is_built_again(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
@@ -261,7 +272,10 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
         daemon.hear(name, Hello)
     daemon.tell("h", Build((), rows=rows))
     built, _ = daemon.hear("h", Built)
-    daemon.tell("w", Attach(built.handle, built.canary_cases, rows, found=built.rows, by_shape=built.by_shape))
+    daemon.tell(
+        "w",
+        Attach(built.handle, built.canary_cases, rows, found=built.rows, by_shape=built.by_shape, first=built.first),
+    )
     attached, _ = daemon.hear("w", Attached)
     assert attached.canary == built.canary != ""
     return built, attached

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
@@ -207,16 +207,18 @@ class Session(Life):
         # Each known answer is that of a model that has computed no other shape.
         engine.by_shape = engine.grows
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
-        engine.by_shape = engine.grows and self._is_by_shape(order, known, build)
+        first: Case = {}
+        if engine.grows:
+            engine.by_shape, first = self._find_shapes(order, known, build)
         if known.digest and self._tolerance:
             sample.save_answers(self._files.answers, known.answers)
         rows = self._rows(order, known, build)
+        if first and rows is not None and not _are_shared(rows, order.exact):
+            first = self._largest(known.cases, 1)
         if engine.grew:
             # The holder's memory is shared as it is, so it holds no buffers but those that each worker needs.
             build()
-            first = self._largest(known.cases, order.rows)
-            if first:
-                self._compute_first(first, build)
+            first = self._compute_first(first, build)
         # What is in memory now is shared as if it were weights.
         known = known._replace(answers=())
         engine.give_back()
@@ -246,11 +248,14 @@ class Session(Life):
                 is_template=self._gives is not None,
                 rows=rows,
                 by_shape=engine.by_shape,
+                first=first or None,
             )
         )
 
-    def _is_by_shape(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> bool:
-        """Return whether the answer to a shape depends on the shapes before: whether it differs after a larger one.
+    def _find_shapes(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, Case]:
+        """Return whether answers depend on the shapes before, and which shape each worker computes first.
+
+        They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
 
         Args:
             order: what the daemon has said.
@@ -263,16 +268,18 @@ class Session(Life):
         further = self._run_further(known.cases, first, rebuild) if known.digest else None
         engine.by_shape = False
         if not bound and further is None:
-            return False
+            return False, {}
         rebuild()
-        if first not in self._unfit:
+        if first in self._unfit:
+            first = {}
+        else:
             self._probing((first,), self._unfit)
-            self._compute_first(first, rebuild)
+            first = self._compute_first(first, rebuild)
             self._probing((), self._unfit)
-        differs = bool(known.digest) and any(self._differs_now(known, further) for _ in range(2))
-        if differs:
+        if known.digest and any(self._differs_now(known, further) for _ in range(2)):
             _log.warning("%s", _BY_SHAPE)
-        return differs
+            return True, {}
+        return False, first
 
     def _differs_now(self, known: canary.Canary, further: Optional[canary.Canary]) -> bool:
         if canary.difference(known, self._run(known.cases)) > self._tolerance:
@@ -316,11 +323,11 @@ class Session(Life):
         case = shapes.largest(engine.signature, cases, rows)
         return case if any(case != each for each in cases) else {}
 
-    def _compute_first(self, case: Case, rebuild: Callable[[], None]) -> None:
-        """Compute this shape first, so that none that it covers causes another build later.
+    def _compute_first(self, case: Case, rebuild: Callable[[], None]) -> Case:
+        """Compute this shape first, so that none that it covers causes another build later; return {} if that fails.
 
         Args:
-            case: the shape of each input.
+            case: the shape of each input; {}: none is computed.
             rebuild: called where the model does not run on it.
 
         Raises:
@@ -328,11 +335,14 @@ class Session(Life):
         """
         engine = self._engine
         try:
-            engine.predict(shapes.inputs(engine.signature, case, self._sample))
+            if case:
+                engine.predict(shapes.inputs(engine.signature, case, self._sample))
         except RequestError as error:
             if engine.max_shape is not None:
                 raise BuildError(f"options.max_shape: the model does not run on it: {error}") from None
             rebuild()
+            return {}
+        return case
 
     def _rows(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
         self._unfit = self._unfit or order.unfit
@@ -401,9 +411,7 @@ class Session(Life):
             build = functools.partial(self._make, handle=order.handle)
             build()
             self._load_sample()
-            first = self._largest(order.canary_cases, _rows_of(order)) if engine.grows else {}
-            if first and not engine.by_shape:
-                self._compute_first(first, build)
+            self._compute_first(order.first or {}, build)
             before = self._run(order.canary_cases)
             engine.give_back()
             shared = engine.sharing.attach(order.handle)
@@ -485,7 +493,6 @@ class Session(Life):
         self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
 
 
-def _rows_of(order: Attach) -> int:
-    """Return the most rows of a predict that several requests may share, 1 where they share none."""
-    found = order.found
-    return order.rows if found is not None and found.inputs and (found.equal or not order.exact) else 1
+def _are_shared(rows: Rows, exact: bool) -> bool:
+    """Return whether requests share a predict, after what was found of the model's rows."""
+    return bool(rows.inputs) and (rows.equal or not exact)

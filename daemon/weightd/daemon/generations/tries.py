@@ -55,7 +55,7 @@ class Tries:
 
     def attach(self, built: Built) -> Attach:
         """Return what a worker is told, after the holder has `built`."""
-        return Attach(built.handle, built.canary_cases, *self._rows, built.rows, built.by_shape)
+        return Attach(built.handle, built.canary_cases, *self._rows, built.rows, built.by_shape, built.first)
 
     def told(self, probing: Probing) -> None:
         """The holder has said what it tries."""

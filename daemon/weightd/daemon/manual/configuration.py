@@ -146,5 +146,5 @@ def example() -> str:
 
 def _lines(key: Key, *, there: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    value = _VALUES[key.name] if key.required else key.default or _VALUES.get(key.name, 0)
+    value = _VALUES[key.name] if key.required else key.default or _VALUES.get(key.name, "0")
     yield f"{'' if there and key.required else '# '}{key.name} = {value}\n"

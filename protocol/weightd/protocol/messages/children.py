@@ -12,7 +12,7 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import BYTES, CASE, CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
+from weightd.protocol.messages.findings import BYTES, CASE, CASES, DIGEST, ROWS, SIZES, Case, Cases, DeviceMemory, Rows
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
 from weightd.protocol.schema import boolean, described, integer, left_out, many, mapping, one_of, record, text
@@ -164,6 +164,9 @@ class Built:
     by_shape: bool = field(default=False, metadata=boolean())
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
     that it has computed before."""
+    first: Optional[Case] = field(default=None, metadata=CASE)
+    """The shape of each input that every worker computes first, which is the largest that it computes without another
+    build; None where that does not matter."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,8 @@ class Attach:
     exact: bool = field(default=True, metadata=boolean())
     found: Optional[Rows] = field(default=None, metadata=record(Rows))
     by_shape: bool = field(default=False, metadata=boolean())
+    """As in `Built`."""
+    first: Optional[Case] = field(default=None, metadata=CASE)
     """As in `Built`."""
 
 

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import time
 from typing import Any, Dict, Generator, Optional, Sequence
 
 import numpy as np
@@ -21,6 +22,9 @@ from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.mindspore_lite.shapes import Form, Shape, covers, grown
 
 _log = logging.getLogger("weightd.worker")
+
+# Much less than what a predict may take by default.
+_LOCK_PATIENCE_S = 5.0
 
 
 class MindSporeLiteCpu(MindSporeLite, CpuEngine):
@@ -113,7 +117,8 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return MindSporeLite.predict(self, inputs)
 
     def _form_of(self, inputs: Arrays) -> Form:
-        return tuple([inputs[name].shape for name in self._names])
+        # Of the signature: other threads may come while a new Model is being built.
+        return tuple([inputs[each.name].shape for each in self._signature.inputs])
 
     def _check_bound(self, form: Form) -> None:
         bound = self._options.max_shape
@@ -160,9 +165,20 @@ def _one_at_a_time(path: str) -> Generator[None, None, None]:
     except OSError as error:
         raise Spoilt(f"building the model again failed: {path}: {error.strerror}") from None
     try:
-        # A file system may have no locks. The processes build at once then, which takes memory and changes no answer.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock if it can be had within some seconds: to build at once takes memory, and changes no answer."""
+    # The process that has it may be stopped; and a file system may have no locks.
+    end = time.monotonic() + _LOCK_PATIENCE_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.01)
