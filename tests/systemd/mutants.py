@@ -59,8 +59,9 @@ _DIR = "/run/weightd"
 _INSTANCES = "test_instances.py"
 _SERVING = "test_serving.py"
 _RELOAD = "test_serving.py::test_a_broken_configuration_changes_nothing_and_who_reloads_is_told_why"
-_SHARED = "test_serving.py::test_the_weights_are_shared"
+_PAGES = "test_start.py::test_mindspore_lite_runs_in_it_too"
 _WEIGHTCTL = "ExecReload=/usr/bin/weightctl --socket /run/weightd/weightd.sock"
+_GROUPS = "test_units.py::test_user_and_group"
 _CALLS = "sched_setscheduler sched_setaffinity prlimit64 setrlimit"
 _STRANGER = "test_serving.py::test_a_stranger_may_not_connect_and_is_told_so"
 
@@ -86,13 +87,13 @@ MUTANTS = [
     _service("no-slice", "Slice=weightd.slice", "", "test_serving.py::test_it_is_in_the_slice_of_all"),
     _service("no-preserve", "RuntimeDirectoryPreserve=yes", "", _STOP),
     _service("zmq-killed", f"SystemCallFilter={_CALLS} mincore", "SystemCallFilter=mincore", _SERVING),
-    _service("no-mincore", f"SystemCallFilter={_CALLS} mincore", f"SystemCallFilter={_CALLS}", _SHARED),
+    _service("no-mincore", f"SystemCallFilter={_CALLS} mincore", f"SystemCallFilter={_CALLS}", _PAGES),
     _socket("open-socket", "SocketMode=0660", "SocketMode=0666", _STRANGER),
     _socket("no-group", "SocketGroup=weightd-clients", "", _GROUP),
     _socket("no-unix", f"ListenStream={_DIR}/weightd.sock.unix", "", _GROUP),
     _socket("elsewhere", "ListenStream=/run/weightd/weightd.sock", "ListenStream=/run/weightd.sock", _SERVING),
     Mutant("one-socket", "weightd@.socket", f"ListenStream={_DIR}/%i.sock", f"ListenStream={_DIR}/i.sock", _INSTANCES),
-    Mutant("no-user", "sysusers.d/weightd.conf", "g weightd-clients -", "", "test_units.py::test_user_and_group"),
+    Mutant("no-member", "sysusers.d/weightd.conf", "m weightd-gateway weightd-clients", "", _GROUPS),
 ]  # fmt: skip
 
 

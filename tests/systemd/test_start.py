@@ -140,7 +140,9 @@ def test_users_can_have_a_socket_of_their_own(weightd: Weightd) -> None:
 def test_mindspore_lite_runs_in_it_too(weightd: Weightd) -> None:
     if not weightd.manager.path(materials.MINDIR).exists():
         pytest.skip("no working .venv-mslite: `make test` makes it")
-    mindir = {"path": materials.MINDIR, "python": weightd.manager.mslite_python, "required": True}
+    mindir = {"path": materials.MINDIR, "python": weightd.manager.mslite_python, "workers": 2, "required": True}
     weightd.configure({"mlp": mindir})
     weightd.start()
     weightd.ask(materials.MINDIR_QUESTIONS)
+    # mincore(2) tells how much of the page store is in memory.
+    assert weightd.generation()["copy_bytes"] >= materials.LAYERS * materials.WIDTH**2 * 4 * 0.9
