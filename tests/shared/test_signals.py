@@ -37,9 +37,11 @@ def sets(*ignored: signal.Signals) -> tuple[Set[int], Set[int]]:
 
 
 def _numbers(bits: int) -> Set[int]:
-    return {number for number in range(1, 65) if bits >> (number - 1) & 1}
+    return {number for number in range(1, 65) if bits >> (number - 1) & 1} - OF_LIBC
 
 
+# glibc's own: posix_spawn, by which make starts programs, has them ignored.
+OF_LIBC = {32, 33}
 KEPT = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
