@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from weightd.client import NotFound, PermissionDenied, ResourceExhausted, Unauth
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.accounts import AccountStatus
 
-from .support import ONE_ENGINE, Arrays
+from .support import ONE_ENGINE, Arrays, ready_workers
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
@@ -126,7 +128,13 @@ def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_e
 ) -> None:
     ann.begin(loads.hold, "slow", [LONG] * 3)
     ann.heard()
-    service.reload(tenants={"ben": BEN})
+    # A reload takes as long as it takes: nothing ends meanwhile.
+    [worker] = ready_workers(service, "slow")
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        service.reload(tenants={"ben": BEN})
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
     running, *waiting = ann.end()
     assert running == OK
     assert codes(waiting) == ["PERMISSION_DENIED"] * 2
