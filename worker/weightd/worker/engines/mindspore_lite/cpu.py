@@ -109,7 +109,9 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             target = form
         again = self._compute(inputs)
         if any(again[name].tobytes() != outputs[name].tobytes() for name in outputs):
-            _log.warning("an answer depends on the shapes computed before: the model is built again for each shape")
+            _log.warning(
+                "answers depend on the shapes computed before: the model is built again at each change of shape"
+            )
             self.by_shape = True
         return target
 
@@ -138,7 +140,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             self._begin(self._handle)
             self._build_model()
         except BuildError as error:
-            raise Spoilt(f"building the model again, for a shape that no earlier one covers, failed: {error}") from None
+            raise Spoilt(f"building the model again for another shape failed: {error}") from None
 
     def _build_model(self) -> None:
         self._first = self._last = None
@@ -163,7 +165,7 @@ def _one_at_a_time(path: str) -> Generator[None, None, None]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise Spoilt(f"building the model again failed: {path}: {error.strerror}") from None
+        raise Spoilt(f"building the model again for another shape failed: {path}: {error.strerror}") from None
     try:
         _lock(descriptor)
         yield
