@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,6 +76,17 @@ def bounded(service: Service, **bounds: object) -> None:
     service.reload(tenants={**TENANTS, "ann": {**ANN, **bounds}})
 
 
+@contextlib.contextmanager
+def stopped_worker(service: Service) -> Iterator[None]:
+    """Stop the worker of "slow", so that no request ends however long the block takes."""
+    [worker] = ready_workers(service, "slow")
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+
+
 def codes(outcomes: Sequence[str]) -> list[str]:
     return [each.partition(" ")[0] for each in outcomes]
 
@@ -126,15 +138,10 @@ def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -
 def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(
     service: Service, ann: User, ben: User
 ) -> None:
-    ann.begin(loads.hold, "slow", [LONG] * 3)
-    ann.heard()
-    # A reload takes as long as it takes: nothing ends meanwhile.
-    [worker] = ready_workers(service, "slow")
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
+    with stopped_worker(service):
+        ann.begin(loads.hold, "slow", [LONG] * 3)
+        ann.heard()
         service.reload(tenants={"ben": BEN})
-    finally:
-        os.kill(worker.pid, signal.SIGCONT)
     running, *waiting = ann.end()
     assert running == OK
     assert codes(waiting) == ["PERMISSION_DENIED"] * 2
@@ -164,7 +171,10 @@ def test_more_than_a_bound_is_refused_and_nobody_else_is(
 ) -> None:
     ann, ben = crowd[ALICE], crowd[BOB]
     bounded(service, **{bound: most})
-    outcomes = ann.do(loads.at_once, "slow", *asked)
+    with stopped_worker(service):
+        ann.begin(loads.hold, "slow", *asked)
+        ann.heard()
+    outcomes = ann.end()
     assert codes(outcomes) == [OK] * (len(outcomes) - refused) + ["RESOURCE_EXHAUSTED"] * refused
     assert all(f"{bound} of this tenant is {most}" in each for each in outcomes[-refused:])
     assert codes(ben.do(loads.at_once, "slow", [SOME] * 4)) == [OK] * 4

@@ -79,9 +79,9 @@ def at_once(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping
     return [_end_of(each, with_text=True) for each in pending]
 
 
-def hold(hands: Hands, model: str, inputs: Sequence[Arrays]) -> List[str]:
+def hold(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
     """As `at_once`; it tells when all are sent, and the daemon has taken them in."""
-    pending = [hands.client.submit(model, each) for each in inputs]
+    pending = [hands.client.submit(model, each, **options) for each in inputs]
     # Messages of one connection are handled in their order.
     hands.client.server()
     hands.tell("begun")
