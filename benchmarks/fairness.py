@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,6 +72,13 @@ POISONED = "poisoned"
 _ANY: Mapping[str, Mapping[str, object]] = {"default": {}}
 
 
+class Moment(NamedTuple):
+    """Latency of B's requests in one phase of an attack, in seconds."""
+
+    p50: float
+    p99: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fairness(Result):
     """Ratios are B's p50 beside A by its p50 alone, medians of the rounds; a part that was left out has None.
@@ -92,6 +99,11 @@ class Fairness(Result):
             backlogged tenants differs from that of its weight.
         work_conserving: requests per second of both together, by those of one alone.
         curve_ratio: p50 of a small request over TCP with CURVE, by that without.
+        attack_p50_ratio: the largest ratio of B's p50 during an attack to its p50 before the attack.
+        attack_p99_excess_ms: the largest difference between B's p99 during an attack and before the attack.
+        attack_after_p50_ratio: the largest ratio of B's p50 one second after an attack to its p50 before the attack.
+        attack_failed: requests of B that failed or were refused during and after all attacks.
+        attacks: B's latency before, during and one second after each attack.
         seconds: p50 of B alone and beside A, of each part.
         spreads: quartiles of the ratios.
     """
@@ -114,6 +126,13 @@ class Fairness(Result):
     share_errors: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     work_conserving: float | None = None
     curve_ratio: float | None = None
+    attack_p50_ratio: float | None = None
+    attack_p99_excess_ms: float | None = None
+    attack_after_p50_ratio: float | None = None
+    attack_failed: int | None = None
+    attacks: Mapping[str, tuple[Moment, Moment, Moment]] = dataclasses.field(
+        default_factory=dict[str, tuple["Moment", "Moment", "Moment"]]
+    )
     seconds: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
 
@@ -131,6 +150,10 @@ class Fairness(Result):
             Target("connections", 0),
             Target("share_error_percent", 5.0),
             Target("curve_ratio", 2.0),
+            Target("attack_p50_ratio", 2.0),
+            Target("attack_p99_excess_ms", 10.0),
+            Target("attack_after_p50_ratio", 1.5),
+            Target("attack_failed", 0),
         ]
         return [each for each in bounds if getattr(self, each.key) is not None]
 
@@ -145,6 +168,12 @@ class Fairness(Result):
                     f"p50 {1e3 * alone:8.2f} ms alone {1e3 * beside:8.2f} ms   {low:.2f} to {high:.2f} times",
                 )
             )
+        for name, moments in self.attacks.items():
+            text = ", ".join(
+                f"{when} p50 {1e3 * each.p50:.2f} p99 {1e3 * each.p99:.2f} ms"
+                for when, each in zip(("alone", "during", "1 s after"), moments, strict=True)
+            )
+            rows.append((f"B, attack {name}", text))
         rows += [(f"shares {name}", f"{error:.1f} % off") for name, error in self.share_errors.items()]
         return rows
 
@@ -218,6 +247,8 @@ def run(setup: Setup) -> Fairness:
                     found["n"] += value
                 elif key in ("seconds", "spreads"):
                     found[key].update(value)
+                elif key == "attacks":
+                    _add_attacks(found, value)
                 else:
                     found[key] = value
     return Fairness(engine=setup.engine, workers=setup.workers, tenants=setup.tenants, **found)
@@ -334,6 +365,20 @@ def _connections(plan: _Plan) -> Found:
                 bad += 1
         progress(f"A has {stage.a.end()}, B {asked.outcomes}")
     return {"connections": bad, "n": CONNECTIONS}
+
+
+def _connection_storm(plan: _Plan) -> Found:
+    """A opens and closes connections to the Unix socket and to the ZeroMQ listener as fast as it can."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {TINY: {}}) as stage:
+        unix, zeromq = f"{stage.service.address}.unix", stage.service.address
+        attacks["connection storm, Unix"] = _attack(plan, stage, question, (loads.reconnect, unix))
+        stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
+        attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
+        load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
+        attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, question, load)
+    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -484,6 +529,47 @@ def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[An
     return found.median, {"n": count, "seconds": {name: p50}, "spreads": {name: found.spread}}
 
 
+class Attack(NamedTuple):
+    """B's latency before, during and one second after an attack, and its requests in all three phases."""
+
+    moments: tuple[Moment, Moment, Moment]
+    count: int
+    failed: int
+
+
+def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any]) -> Attack:
+    """Measure B alone, while A runs `load`, and from one second after A has stopped."""
+    seconds = 2 * plan.round_s
+    stage.asked(question, 0.2)
+    phases = [stage.asked(question, seconds)]
+    stage.a.begin(*load)
+    stage.a.heard()
+    phases.append(stage.asked(question, seconds))
+    progress(f"A: {stage.a.end()}")
+    time.sleep(1.0)
+    phases.append(stage.asked(question, seconds))
+    if not all(each.seconds for each in phases):
+        raise UnavailableError(f"fairness: B got no answers: {[each.outcomes for each in phases]}")
+    before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)
+    progress(f"B: {before} alone, {during} during the attack, {after} one second after the attack")
+    count = sum(sum(each.outcomes.values()) for each in phases)
+    return Attack((before, during, after), count, sum(map(_failed, phases)))
+
+
+def _add_attacks(found: Found, attacks: Mapping[str, Attack]) -> None:
+    """Add attacks to the result, and update the bounds over all attacks."""
+    for name, attack in attacks.items():
+        before, during, after = attack.moments
+        found.setdefault("attacks", {})[name] = attack.moments
+        for key, value in (
+            ("attack_p50_ratio", during.p50 / before.p50),
+            ("attack_p99_excess_ms", 1e3 * (during.p99 - before.p99)),
+            ("attack_after_p50_ratio", after.p50 / before.p50),
+        ):
+            found[key] = max(found.get(key, value), value)
+        found["attack_failed"] = found.get("attack_failed", 0) + attack.failed
+
+
 def _p50(asked: Asked) -> float:
     return percentile(asked.seconds, 50)
 
@@ -534,6 +620,7 @@ PARTS: Mapping[str, Part] = {
     "poison": _poison,
     "storms": _storms,
     "connections": _connections,
+    "connection-storm": _connection_storm,
     "shares": _shares,
     "curve": _curve,
 }

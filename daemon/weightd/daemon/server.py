@@ -223,7 +223,15 @@ class Server:
         self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._on_change)
         most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
         shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
-        self._frontend = Frontend(self._loop, self._fleet, most, self, max_shm_bytes=shared, access=self._access)
+        self._frontend = Frontend(
+            self._loop,
+            self._fleet,
+            most,
+            self,
+            max_shm_bytes=shared,
+            user_limits=daemon.user_limits,
+            access=self._access,
+        )
         self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)

@@ -20,6 +20,7 @@ from weightd.daemon.clients.connections import Calls, Connections
 from weightd.daemon.clients.room import Room
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.host.admission import Admission, Limits
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
@@ -30,6 +31,7 @@ from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
 ROOM = 2**20
+LIMITS = Limits(most=3)
 SOMEBODY = Identity(Origin("process 1 of uid 7", "uid 7"))
 
 
@@ -51,7 +53,7 @@ class Hall:
             dismiss=lambda connection, error: self.broken.append(str(error)),
             gone=self.gone.append,
         )
-        self.connections = Connections(self.loop, self.room, self.calls)
+        self.connections = Connections(self.loop, self.room, Admission(LIMITS), self.calls)
         self.stack = contextlib.ExitStack()
 
     def _introduce(self, connection: Connection) -> RequestError | None:
@@ -425,3 +427,86 @@ def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: p
     hall.until(lambda: hall.gone == [its])
     assert len(hall.messages) == heard + 1
     assert [*hall.connections] == [mine]
+
+
+@pytest.fixture
+def unix(hall: Hall, tmp_path: Path) -> Callable[[], socket.socket]:
+    """Return a function that connects to a Unix socket at which the connections listen."""
+    listener = hall.stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.setblocking(False)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen(100)
+    hall.connections.listen(listener)
+
+    def connect() -> socket.socket:
+        made = hall.stack.enter_context(socket.socket(socket.AF_UNIX))
+        made.connect(str(tmp_path / "s"))
+        return made
+
+    return connect
+
+
+def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
+    hall: Hall,
+    unix: Callable[[], socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
+    monkeypatch.setattr(connections, "unix_identity", lambda socket: introduced.append(1) or unix_identity(socket))
+    introduced: list[int] = []
+    there = [unix() for _ in range(3)]
+    hall.until(lambda: len(hall.keys) == 3)
+    excess = [unix() for _ in range(20)]
+    for each in excess:
+        each.setblocking(False)
+    answers: list[bytes] = []
+    for each in excess:
+        hall.until(lambda: _has_answer(each, answers))  # noqa: B023
+    assert all(b"this user has 3 connections already (max_user_connections)" in answer for answer in answers)
+    assert (len(hall.keys), len(introduced)) == (3, 3)
+    assert [f"uid {os.getuid()} refused" in line for line in caplog.messages] == [True]
+    # Other users, and connections of listeners, are not affected.
+    hall.come()
+    there[0].close()
+    hall.until(lambda: hall.gone)
+    unix()
+    hall.until(lambda: len(hall.keys) == 4)
+
+
+def _has_answer(peer: socket.socket, answers: list[bytes]) -> bool:
+    try:
+        answers.append(peer.recv(1000))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_operators_connect_beyond_the_limit_of_a_user(hall: Hall, unix: Callable[[], socket.socket]) -> None:
+    for _ in range(5):
+        unix()
+    hall.until(lambda: len(hall.keys) == 5)
+
+
+def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_reported_in_each_turn(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 40
+    tenants = [Identity(Origin("process 1", name)) for name in ("uid 1", "uid 2")]
+    for tenant in tenants:
+        hall.come(tenant).send(message(b"speaks"))
+    hall.until(lambda: len(hall.messages) == 2)
+    for _ in range(count):
+        hall.come(tenants[0]).close()
+    reports: Counter[bytes] = Counter()
+    receive = hall.connections._receive  # pyright: ignore[reportPrivateUsage]
+
+    def counted(connection: Connection) -> None:
+        reports[connection.key] += 1
+        receive(connection)
+
+    monkeypatch.setattr(hall.connections, "_receive", counted)
+    for _ in range(count):
+        hall.come(tenants[0]).close()
+    hall.until(lambda: len(hall.gone) == 2 * count)
+    assert max(reports.values()) <= 2

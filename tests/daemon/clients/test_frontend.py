@@ -13,6 +13,7 @@ from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
 from weightd.daemon.config.tenants import TenantConfig
+from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
@@ -118,6 +119,7 @@ class World:
             3 * kept,
             cast(Daemon, self.daemon),
             max_shm_bytes=0,
+            user_limits=Limits(),
             access=Access(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend

@@ -15,6 +15,7 @@ import pytest
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
+from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
@@ -62,7 +63,13 @@ class World:
         daemon = SimpleNamespace(stopping=False, unmap=self.unmapped.extend)
         access = Access(Directory({}), Accounts(), {})
         self.frontend = Frontend(
-            self.loop, cast(Fleet, fleet), 10**9, cast(Daemon, daemon), max_shm_bytes=10_000, access=access
+            self.loop,
+            cast(Fleet, fleet),
+            10**9,
+            cast(Daemon, daemon),
+            max_shm_bytes=10_000,
+            user_limits=Limits(),
+            access=access,
         )
         self._clients: list[Stream] = []
 

@@ -45,6 +45,11 @@ class Scene:
         self.stack.enter_context(socket.socket(socket.AF_UNIX)).connect(self.path)
 
 
+@pytest.fixture(autouse=True)
+def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.setattr(accepting, "_SLICE_S", 60.0)
+
+
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with contextlib.ExitStack() as stack:

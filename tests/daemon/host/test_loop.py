@@ -201,9 +201,26 @@ def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket,
         loop.watch_writes(ours.fileno(), lambda: None)
     theirs.close()
     loop.wait(60.0)
+    assert calls == [b"a", b"b"]
+    loop.resume(ours.fileno())
     loop.wait(60.0)
     assert calls == [b"a", b"b", b""]
     loop.close()
+
+
+def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_nothing() -> None:
+    loop = Loop()
+    calls: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            loop.add(ours.fileno(), functools.partial(calls.append, number))
+            loop.pause(ours.fileno())
+            theirs.close()
+        for _ in range(5):
+            loop.wait(0.001)
+        assert sorted(calls) == [*range(20)]
+        loop.close()
 
 
 def test_an_event_is_not_told_to_who_has_the_number_next() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
+import struct
 import threading
 import time
 from collections import Counter, deque
@@ -29,6 +30,10 @@ WRONG = "WRONG"
 
 # Messages of a storm that are sent at once over a connection.
 _GUST = 16
+
+# The greeting of a ZMTP 3.0 client without security, see https://rfc.zeromq.org/spec/23, and its READY command.
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
+ZMTP_GREETING += b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 STORMS: Mapping[str, Callable[[str, str], Any]] = {
     "status": lambda id, _: Status(id),
@@ -230,6 +235,35 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[byt
         hands.tell("begun")
         hands.stopping.wait()
     return dict(outcomes)
+
+
+def reconnect(hands: Hands, address: str, says: bytes = b"") -> Dict[str, int]:
+    """Open and close connections to a Unix socket until told to stop; return how many were opened and failed.
+
+    Two threads do so. Each connection sends `says` before it is closed.
+    """
+    outcomes: Counter[str] = Counter()
+    threads = [threading.Thread(target=_reconnect, args=(hands, address, says, outcomes)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    hands.tell("begun")
+    for thread in threads:
+        thread.join()
+    return dict(outcomes)
+
+
+def _reconnect(hands: Hands, address: str, says: bytes, outcomes: Counter[str]) -> None:
+    while not hands.stopping.is_set():
+        with socket.socket(socket.AF_UNIX) as peer:
+            # Where the backlog is full, `connect` waits, for no longer than this.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
+            try:
+                peer.connect(address)
+                if says:
+                    peer.send(says)
+                outcomes["connected"] += 1
+            except OSError as error:
+                outcomes[type(error).__name__] += 1
 
 
 def _framed(message: Any) -> bytes:

@@ -38,13 +38,23 @@ def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket."""
     pid, uid, gid = credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
-    proof = Proof(uid, (gid, *groups(connection)), operates=uid in (os.getuid(), 0))
-    return Identity(_origin(f"uid {uid}", pid, connection), is_near=True, proof=proof)
+    proof = Proof(uid, (gid, *groups(connection)), operates=is_operator(uid))
+    return Identity(_origin(user_of(uid), pid, connection), is_near=True, proof=proof)
+
+
+def user_of(uid: int) -> str:
+    """Return the account of a user of this host."""
+    return f"uid {uid}"
+
+
+def is_operator(uid: int) -> bool:
+    """Return whether a user operates the daemon by its user id: root, and the user that the daemon runs as."""
+    return uid in (os.getuid(), 0)
 
 
 def foreign_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
     """Return who is behind the gate of a listener, by the gate's word."""
-    user = f"uid {peer.uid}" if peer.uid is not None else f"host {peer.host}"
+    user = user_of(peer.uid) if peer.uid is not None else f"host {peer.host}"
     return Identity(
         _origin(user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.key), listener=listener
     )

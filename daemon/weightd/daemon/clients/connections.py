@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -13,16 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightd.daemon.clients.closing import Closing
-from weightd.daemon.clients.connection import Connection, Identity, unix_identity
+from weightd.daemon.clients.connection import Connection, Identity, is_operator, unix_identity, user_of
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.admission import Admission
+from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
-from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError
-from weightd.protocol.framing import Incoming, Message
+from weightd.protocol.codec import encode
+from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError, ResourceExhausted
+from weightd.protocol.framing import Incoming, Message, head
+from weightd.protocol.messages.data import Error
 from weightd.shared.seldom import Seldom
 from weightd.shared.stream import Stream
 
@@ -72,6 +77,7 @@ class Connections:
     Args:
         loop: calls when something can be read, or written.
         room: counts what is kept for them.
+        admission: limits the connections of each user of the Unix socket.
         calls: what is done with what they say.
 
     Attributes:
@@ -83,12 +89,14 @@ class Connections:
         self,
         loop: Loop,
         room: Room,
+        admission: Admission,
         calls: Calls,
     ) -> None:
         self.closing = Closing()
         self.dropped = 0
         self._loop = loop
         self._room = room
+        self._admission = admission
         self._calls = calls
         self._by_key: dict[bytes, Connection] = {}
         self._keys = itertools.count(1)
@@ -97,6 +105,7 @@ class Connections:
         self._behind: dict[Connection, None] = {}
         self._lanes = Lanes()
         self._hang_ups = Seldom(_HANG_UPS_S)
+        self._refusals = Seldom(_HANG_UPS_S)
         # Those to whom something is kept back; None where nothing is.
         self._held: set[Connection] | None = None
 
@@ -111,7 +120,23 @@ class Connections:
 
     def listen(self, listener: socket.socket) -> None:
         """Let in whoever connects to a unix socket that listens and does not block."""
-        Accepting(listener, self._loop, lambda connection: self.adopt(connection, unix_identity(connection)))
+        Accepting(listener, self._loop, self._let_in)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
+        uid = credentials(connection).uid
+        now = clock.now()
+        why = None if is_operator(uid) else self._admission.refusal(user_of(uid), now)
+        if why is None:
+            self.adopt(connection, unix_identity(connection))
+            return
+        with connection, contextlib.suppress(OSError):
+            connection.setblocking(False)
+            connection.send(_refused(why))
+        untold = self._refusals.tell(user_of(uid), now)
+        if untold is not None:
+            more = f" ({untold} more since the last such line)" if untold else ""
+            _log.warning("new connection of %s refused: %s%s", user_of(uid), why, more)
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
         """Let somebody in; the socket is this object's from now on."""
@@ -121,6 +146,8 @@ class Connections:
         takes_descriptors = identity.is_near and not self.closing.is_behind
         stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
         found = self._by_key[key] = Connection(key, stream, identity, clock.now())
+        if identity.is_near:
+            self._admission.enters(identity.origin.far, found.since)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
@@ -180,6 +207,8 @@ class Connections:
     def _leave(self, connection: Connection) -> None:
         self._skip(connection)
         del self._by_key[connection.key]
+        if connection.identity.is_near:
+            self._admission.leaves(connection.identity.origin.far)
         self._loop.remove(connection.stream.fileno())
         self._close(connection.stream)
         self._room.forget(connection.key)
@@ -361,3 +390,10 @@ class Connections:
             self._room.take(connection.key, more)
         else:
             self._room.give(connection.key, -more)
+
+
+@functools.lru_cache
+def _refused(why: str) -> bytes:
+    """Return the message to a client whose connection is refused."""
+    frames = encode(Error("", ResourceExhausted.code, f"{why}: this connection ends"))
+    return b"".join([head(frames), *frames])

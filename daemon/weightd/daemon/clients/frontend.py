@@ -20,6 +20,7 @@ from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host import clock
+from weightd.daemon.host.admission import Admission, Limits
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -127,6 +128,7 @@ class Frontend:
         fleet: the models.
         max_memory_bytes: that are kept for clients, see `Room`.
         max_shm_bytes: of the regions of one user.
+        user_limits: of the connections of one user to the Unix socket.
         daemon: is asked what no model knows.
         access: tells who is who, may what, and on which account that goes.
 
@@ -135,7 +137,7 @@ class Frontend:
         regions: the memory that they have registered.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         loop: Loop,
         fleet: Fleet,
@@ -143,6 +145,7 @@ class Frontend:
         daemon: Daemon,
         *,
         max_shm_bytes: int,
+        user_limits: Limits,
         access: Access,
     ) -> None:
         self._fleet = fleet
@@ -156,7 +159,7 @@ class Frontend:
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
         calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
-        self._connections = Connections(loop, self.room, calls)
+        self._connections = Connections(loop, self.room, Admission(user_limits), calls)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         self._verbs: dict[type[Any], Verb] = {
             Infer: self._infer,
@@ -475,8 +478,9 @@ class Frontend:
 
     def _on_gone(self, connection: Connection) -> None:
         self._access.leaves(connection)
-        for model in self._fleet.everyone():
-            model.vanished(connection.key, clock.now())
+        if connection.has_spoken:
+            for model in self._fleet.everyone():
+                model.vanished(connection.key, clock.now())
         self.regions.forget(connection.key)
 
     def _unmap_closed(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from weightd.daemon.config import addresses
 from weightd.daemon.config.defaults import Unit, default_cache_dir, default_runtime_dir
+from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, number
@@ -49,6 +50,14 @@ class DaemonConfig:
     """Bytes of memory that one user may share with the workers, for tensors that are not sent. It takes memory where it
     is written to, and is the user's own but for outputs. Default: a quarter of the memory of host or control group."""
 
+    max_user_connections: int = field(default=1024, metadata=integer(0, 2**31))
+    """Connections that one user may have open to the Unix socket, and one user or host to each listener. Root and the
+    user that weightd runs as have no such limit. 0: no limit."""
+
+    max_user_connection_rate: float = field(default=256.0, metadata=number(1e6))
+    """New connections a second of one user or host, likewise. A user that opened none for a while may open as many at
+    once as it may have. 0: no limit."""
+
     accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
     """Seconds after which the log has a line for each tenant that has asked anything meanwhile. 0: none."""
 
@@ -59,6 +68,11 @@ class DaemonConfig:
     metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
     Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
+
+    @property
+    def user_limits(self) -> Limits:
+        """Limits of the connections of one user."""
+        return Limits(self.max_user_connections, self.max_user_connection_rate)
 
     @property
     def key(self) -> str:

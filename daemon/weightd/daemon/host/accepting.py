@@ -14,6 +14,9 @@ from weightd.daemon.host.timers import Timer
 # With one wake-up, by default: more wait for the next one.
 _MOST_ACCEPTED = 64
 
+# A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
+_SLICE_S = 1e-4
+
 # Where there is no descriptor for the next one, until some have gone.
 _PAUSE_S = 0.1
 
@@ -49,6 +52,7 @@ class Accepting:
 
     def accept(self) -> None:
         """Let in who has connected until now."""
+        until = clock.now() + _SLICE_S
         for _ in range(self._most):
             try:
                 connection, _ = self._listener.accept()
@@ -61,6 +65,8 @@ class Accepting:
                     return
             else:
                 self._let_in(connection)
+            if clock.now() >= until:
+                return
 
     def _wait_for_room(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""

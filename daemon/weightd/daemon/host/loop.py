@@ -24,6 +24,10 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 # What no event is: with this the one who was to be told is removed.
 _GONE = _OUT | 1 << 40
 
+# A descriptor of which nothing but its end is wanted reports the end once. Level-triggered, it would report the end in
+# each turn until it is closed, and each turn would cost time for each such descriptor.
+_END_ONLY = select.EPOLLET
+
 # Whatever else is told, a hangup or an error, the one who reads finds out.
 _READABLE = ~_OUT
 
@@ -115,7 +119,7 @@ class Loop:
             self._want(descriptor, self._masks[descriptor] & ~_OUT)
 
     def pause(self, source: zmq.Socket[bytes] | int) -> None:
-        """Do not tell that `source` is readable, only that its peer has gone, until `resume`."""
+        """Do not tell that `source` is readable, only once that its peer has gone, until `resume`."""
         if not isinstance(source, int):
             self._paused[source] = self._sockets.pop(source)
             source = int(source.FD)
@@ -240,7 +244,7 @@ class Loop:
     def _want(self, descriptor: int, mask: int) -> None:
         if mask != self._masks[descriptor]:
             self._masks[descriptor] = mask
-            self._epoll.modify(descriptor, mask)
+            self._epoll.modify(descriptor, mask or _END_ONLY)
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:
