@@ -64,7 +64,6 @@ MUTANTS = [
         ("        for task in [*self._waiting]:\n            task.cancel()", "        pass"),
         ("        if _is_taken(place):", "        if False:"),
         ('("grpc.max_receive_message_length", config.max_body_bytes),', '("grpc.max_receive_message_length", -1),'),
-        ('("grpc.max_allowed_incoming_connections", config.max_connections),', ""),
         ('("grpc.so_reuseport", 0),', ""),
         ("require_client_auth=authorities is not None", "require_client_auth=False"),
         ("name = _common_name(context) if self._certificates else None", "name = None"),

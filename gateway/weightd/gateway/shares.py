@@ -27,7 +27,7 @@ class Shares:
         self._of: Counter[str | Caller] = Counter()
         self.taken = 0
 
-    def take(self, caller: Caller | None, count: int = 1, own: int = 0) -> bool:
+    def take(self, caller: Caller | str | None, count: int = 1, own: int = 0) -> bool:
         """Have so many more, if they are to be had; return whether they were.
 
         The first of a caller are if any are, and those that come to `own`, which are all that it has.
@@ -36,7 +36,7 @@ class Shares:
         if free < 0:
             return False
         if caller is not None:
-            who = caller.tenant or caller
+            who = caller if isinstance(caller, str) else caller.tenant or caller
             has = self._of[who]
             if has > own and has + count > _TIMES_FREE * free:
                 return False
@@ -44,11 +44,11 @@ class Shares:
         self.taken += count
         return True
 
-    def give(self, caller: Caller | None, count: int = 1) -> None:
+    def give(self, caller: Caller | str | None, count: int = 1) -> None:
         """Have so many fewer."""
         self.taken -= count
         if caller is not None:
-            who = caller.tenant or caller
+            who = caller if isinstance(caller, str) else caller.tenant or caller
             self._of[who] -= count
             if not self._of[who]:
                 del self._of[who]

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +28,11 @@ from testkit.waiting import until
 from weightd.gateway.callers import Caller, Identities, digest
 from weightd.gateway.config import places
 from weightd.gateway.question import Answer, Question
-from weightd.gateway.rpc import calls, front, reflection
+from weightd.gateway.rpc import calls, frames, front, reflection
 from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
 from .served import LIMIT_S, Served, connected, echo, served
+from .test_frames import frame
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 METHOD = "/inference.GRPCInferenceService/{}".format
@@ -634,3 +636,58 @@ def test_beyond_the_connections_nobody_is_let_in() -> None:
             except grpc.RpcError as error:
                 codes.append(error.code())
         assert codes == [grpc.StatusCode.UNAVAILABLE]
+
+
+FLOODS = {
+    "PING": frame(frames.PING, bytes(8)),
+    "SETTINGS": frame(frames.SETTINGS, b"\0\4\0\0\xff\xff"),
+    "CONTINUATION": frame(frames.HEADERS, b"\x82\x87") + 100 * frame(frames.CONTINUATION, b"\x40\x01a\x7f"),
+    "RST_STREAM": frame(frames.RST_STREAM, bytes(4)),
+    "DATA": frame(frames.DATA),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_of_frames_ends_its_connection_and_no_other(kind: str) -> None:
+    with served(tcp=True) as server, connected(server.target) as channel, socket.socket() as flood:
+        live = channel.unary_unary(METHOD("ServerLive"))
+        live(b"", timeout=LIMIT_S)
+        host, _, port = server.target.rpartition(":")
+        flood.settimeout(LIMIT_S)
+        flood.connect((host, int(port)))
+        flood.sendall(frames.PREFACE + frame(frames.SETTINGS))
+        assert flood.recv(9)[3] == frames.SETTINGS
+        with suppress(ConnectionError):
+            flood.sendall(2000 * FLOODS[kind])
+        received = bytearray()
+        with suppress(ConnectionError):
+            while part := flood.recv(65536):
+                received += part
+        live(b"", timeout=LIMIT_S)
+        until(lambda: len(server.front.relay.peers) == 1, "the end of the connection to gRPC's library")
+
+
+def test_a_client_that_exceeds_a_limit_is_told_so() -> None:
+    with served(tcp=True) as server, socket.socket() as client:
+        host, _, port = server.target.rpartition(":")
+        client.settimeout(LIMIT_S)
+        client.connect((host, int(port)))
+        client.sendall(frames.PREFACE + frame(frames.SETTINGS))
+        assert client.recv(9)[3] == frames.SETTINGS
+        # The last bytes that are sent: else the kernel resets the connection, and its answer with it.
+        client.sendall(frame(frames.HEADERS, b"\x82") + frame(frames.PING, bytes(8)))
+        received = b""
+        while part := client.recv(65536):
+            received += part
+        assert b"expected CONTINUATION after headers without END_HEADERS, got PING" in received
+
+
+def test_a_connection_that_sends_no_preface_is_closed() -> None:
+    with served(tcp=True, receive_timeout=0.2) as server, socket.socket() as client:
+        host, _, port = server.target.rpartition(":")
+        client.settimeout(LIMIT_S)
+        client.connect((host, int(port)))
+        client.sendall(frames.PREFACE[:-1])
+        with suppress(ConnectionError):
+            assert client.recv(1) == b""
+        assert not server.front.relay.peers

@@ -224,7 +224,7 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[byt
     with contextlib.ExitStack() as stack:
         for number in range(count):
             address = addresses[number % len(addresses)]
-            peer = stack.enter_context(socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET))
+            peer = stack.enter_context(socket.socket(_family(address)))
             peer.settimeout(5.0)
             try:
                 peer.connect(address)
@@ -237,8 +237,14 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[byt
     return dict(outcomes)
 
 
-def reconnect(hands: Hands, address: str, says: bytes = b"") -> Dict[str, int]:
-    """Open and close connections to a Unix socket until told to stop; return how many were opened and failed.
+def _family(address: Any) -> int:
+    if isinstance(address, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
+    """Open and close connections to a socket until told to stop; return how many were opened and failed.
 
     Two threads do so. Each connection sends `says` before it is closed.
     """
@@ -252,9 +258,9 @@ def reconnect(hands: Hands, address: str, says: bytes = b"") -> Dict[str, int]:
     return dict(outcomes)
 
 
-def _reconnect(hands: Hands, address: str, says: bytes, outcomes: Counter[str]) -> None:
+def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) -> None:
     while not hands.stopping.is_set():
-        with socket.socket(socket.AF_UNIX) as peer:
+        with socket.socket(_family(address)) as peer:
             # Where the backlog is full, `connect` waits, for no longer than this.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
             try:

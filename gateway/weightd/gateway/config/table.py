@@ -81,7 +81,12 @@ class GatewayConfig:
     at least twice `max_body_bytes`."""
 
     max_connections: int = field(default=4096, metadata=integer(1, _MOST_COUNT))
-    """Callers that may be connected at once with HTTP; beyond that who has been silent for longest goes."""
+    """Connections of HTTP, and of gRPC, at once. A user of this host, or another host, may have at most three times as
+    many as it leaves to others; root and the gateway's own user have no such limit."""
+
+    max_connection_rate: float = field(default=256.0, metadata=number(1e6))
+    """New connections a second of one user of this host, or of another host, with each protocol; after a pause those
+    of 4 seconds at once. Clients behind a proxy are one peer. 0: no limit."""
 
     timeout: float = field(default=30.0, metadata=number(_MOST_SECONDS, positive=True))
     """Seconds that a request takes at most which says nothing of that itself."""

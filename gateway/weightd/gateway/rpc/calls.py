@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.codes import TooLarge, status_of, told
+from weightd.gateway.peers import Peer
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
 from weightd.gateway.shares import Shares
@@ -38,9 +39,6 @@ T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
-
-# How gRPC writes where somebody on the same host is.
-_LOCAL = ("unix:", "ipv4:127.", "ipv6:%5B::1%5D:", "ipv6:[::1]:")
 
 # An answer that is shorter is gone at once, and else no great loss: there are no more of them than calls.
 LEAST_KEPT = 64 * 1024
@@ -110,8 +108,7 @@ class Calls:
         seats: one for each request that is received or answered.
         most_bytes: of a message.
         patience: seconds within which a message comes that somebody has a seat for.
-        certificates: whether clients have some, which TLS has verified.
-        peers: whether it matters on which host they are.
+        peer: returns the peer of a connection by what gRPC's library calls it.
     """
 
     def __init__(
@@ -120,15 +117,12 @@ class Calls:
         seats: Seats,
         most_bytes: int,
         patience: float,
-        *,
-        certificates: bool = False,
-        peers: bool = False,
+        peer: Callable[[str], Peer],
     ) -> None:
         self._identities = identities
         self.most_bytes = most_bytes
         self._patience = patience
-        self._certificates = certificates
-        self._peers = peers
+        self._peer = peer
         self._seldom = Seldom(_QUIET_S)
         self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
         self._unsent_probes = Shares(MOST_PROBES)
@@ -145,7 +139,7 @@ class Calls:
             try:
                 with self.seated(context, is_open=is_open) as call:
                     if is_open:
-                        _until_ended(context, self._unsent_probes, stranger(context))
+                        _until_ended(context, self._unsent_probes, self.stranger(context))
                     else:
                         _until_ended(context, self._unsent, call.caller)
                     message = await self._received(context, call.seat, most, is_open=is_open)
@@ -167,8 +161,12 @@ class Calls:
             ResourceExhausted: there are as many who ask as there may be.
             RequestError: there is none, or it is not what it should be.
         """
-        with self._probes.one(stranger(context)) as seat:
+        with self._probes.one(self.stranger(context)) as seat:
             return parsed(await self._received(context, seat, MOST_ASKED_BYTES, is_open=True), parse)
+
+    def stranger(self, context: Context) -> Caller:
+        """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
+        return Caller(None, self._peer(context.peer()).key)
 
     @contextmanager
     def seated(self, context: Context, *, is_open: bool = False) -> Generator[Call, None, None]:
@@ -186,11 +184,10 @@ class Calls:
                 token = bearer(str(value))
             elif key == TRACEPARENT and (parent := trace(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
-        name = _common_name(context) if self._certificates else None
-        caller = PROBE if is_open else self._identities().of(token=token, common_name=name)
-        is_local = self._peers and context.peer().startswith(_LOCAL)
-        with self._probes.one(stranger(context)) if is_open else self.seats.one(caller) as seat:
-            yield Call(caller, seat, parent, context.time_remaining(), is_local)
+        peer = self._peer(context.peer())
+        caller = PROBE if is_open else self._identities().of(token=token, common_name=peer.common_name)
+        with self._probes.one(self.stranger(context)) if is_open else self.seats.one(caller) as seat:
+            yield Call(caller, seat, parent, context.time_remaining(), peer.is_local)
 
     def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
@@ -320,11 +317,6 @@ def _is_late(seconds: float, why: str = "") -> None:
     raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{why}")
 
 
-def stranger(context: Context) -> Caller:
-    """Return who asks without a token: strangers are told apart by their addresses, so that none has all places."""
-    return Caller(None, context.peer().rpartition(":")[0])
-
-
 def _until_ended(context: Any, shares: Shares, caller: Caller) -> None:
     """Have a place until the call has ended.
 
@@ -350,9 +342,3 @@ def _until_sent(context: Any, seat: Seat) -> None:
         seat.leave()
 
     context.add_done_callback(leave)
-
-
-def _common_name(context: Context) -> str | None:
-    for name in context.auth_context().get("x509_common_name", ()):
-        return name.decode(errors="replace")
-    return None

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import resource
 import socket
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from weightd.gateway import listening
+from weightd.gateway.admission import Admission
+from weightd.gateway.config import places
 from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
+from weightd.gateway.listening import Accepting
+from weightd.gateway.peers import Peers
 from weightd.gateway.rpc import health, inference, reflection
 from weightd.gateway.rpc.calls import MOST_PROBES, UNSENT_CALLS, Calls, Handler
 from weightd.gateway.rpc.health import Health
@@ -22,9 +29,9 @@ from weightd.gateway.rpc.inference import Inference
 from weightd.gateway.rpc.messages import HEALTH, INFERENCE, OLD_REFLECTION, REFLECTION
 from weightd.gateway.rpc.methods import Methods
 from weightd.gateway.rpc.reflection import Reflection
+from weightd.gateway.rpc.relay import Relay
 from weightd.gateway.rpc.requests import Memory
 from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATCHING, Streams
-from weightd.shared.regular import read_regular
 
 # Calls of whoever asks.
 MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING
@@ -44,13 +51,10 @@ LEAST_PING_S = 5
 
 # A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
 _METADATA_BYTES = 8 * 1024
-
-# Of a file of keys or certificates: hundreds of them.
-_MAX_PEM_BYTES = 1024 * 1024
 MOST_METADATA_BYTES = 16 * 1024
 
-# Of a socket in a directory that others may enter: its owner and group may connect.
-_MODE = 0o660
+# Descriptors of one connection, beside those for everything else: the client's, and both ends to gRPC's library.
+_DESCRIPTORS = 4
 
 # gRPC's library has much to say of its peers, to stderr past every log, and to the log whenever one leaves while it is
 # answered. What goes wrong in handlers is told by themselves.
@@ -63,6 +67,9 @@ class RpcFront:
 
     Args:
         gateway: what it is made of.
+
+    Attributes:
+        relay: the connections, once it has started.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -70,6 +77,11 @@ class RpcFront:
         self._streams = Streams()
         self._watching = Streams(MOST_WATCHING)
         self._reflecting = Streams(MOST_REFLECTING)
+        self._peers = Peers()
+        self._admission = Admission(_most_connections(gateway.config), gateway.config.max_connection_rate)
+        self._server: grpc.aio.Server | None = None
+        self._accepting: list[Accepting] = []
+        self._paths: list[Path] = []
 
     async def start(self) -> Sequence[str]:
         """Listen; return where, for people.
@@ -79,22 +91,47 @@ class RpcFront:
         """
         config = self._gateway.config
         most = config.max_in_flight + UNSENT_CALLS + MOST_STREAMS + MOST_OPEN + SPARE_CALLS
+        # Others may not enter it: the relay is the only client of gRPC's library.
+        self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
+        inner = Path(self._directory.name, "grpc")
+        self.relay = Relay(inner, self._admission, config.receive_timeout)
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
-        credentials = _credentials(config)
-        told = [self._listen(each, credentials) for each in config.grpc_places]
+        self._server.add_insecure_port(f"unix:{inner}")
+        tls = listening.tls(config)
+        if tls is not None:
+            tls.set_alpn_protocols(["h2"])
+        listeners = [self._bound(place) for place in config.grpc_places]
         await self._server.start()
-        for place in config.grpc_places:
-            if place.path:
-                Path(place.path).chmod(_MODE)
+        told: list[str] = []
+        for listener in listeners:
+            used = None if listener.family == socket.AF_UNIX else tls
+            admit = partial(self.relay.admit, tls=used)
+            self._accepting.append(Accepting(listener, self._admission, self._peers, admit))
+            told.append(f"{'grpcs' if used else 'grpc'} {places.of_socket(listener)}")
         return told
 
     async def stop(self, grace: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        for accepting in self._accepting:
+            accepting.close()
         for each in (self._streams, self._watching, self._reflecting):
             each.end()
+        if self._server is None:
+            return
         await self._server.stop(grace)
+        self.relay.abort()
+        self._peers.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+        self._directory.cleanup()
+
+    def _bound(self, place: Place) -> socket.socket:
+        listener = listening.bound(place, "grpc")
+        if place.path:
+            self._paths.append(Path(place.path))
+        return listener
 
     def _services(self) -> Mapping[str, dict[str, Handler]]:
         gateway, config = self._gateway, self._gateway.config
@@ -104,8 +141,7 @@ class RpcFront:
             service.seats,
             config.max_body_bytes,
             config.receive_timeout,
-            certificates=bool(config.client_ca),
-            peers=config.shared_memory,
+            self.relay.peer,
         )
         memory = Memory(gateway.regions, service.room)
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)
@@ -113,35 +149,14 @@ class RpcFront:
         return {
             inference.NAME: {**methods.handlers(calls), **Inference(service, memory, self._streams).handlers(calls)},
             health.NAME: Health(service, ("", inference.NAME), self._watching).handlers(calls),
-            reflection.NAME: Reflection(told, REFLECTION, self._reflecting).handlers(),
-            reflection.OLD_NAME: Reflection(told, OLD_REFLECTION, self._reflecting).handlers(),
+            reflection.NAME: Reflection(told, REFLECTION, self._reflecting).handlers(calls),
+            reflection.OLD_NAME: Reflection(told, OLD_REFLECTION, self._reflecting).handlers(calls),
         }
 
-    def _listen(self, place: Place, credentials: grpc.ServerCredentials | None) -> str:
-        """Listen at one address; return where that is.
 
-        Raises:
-            OSError: it cannot be had.
-        """
-        if _is_taken(place):
-            raise OSError(errno.EADDRINUSE, f"{place}: somebody listens there")
-        try:
-            if credentials is None or place.path:
-                port = self._server.add_insecure_port(str(place))
-                return f"grpc {place if place.path else place._replace(port=port)}"
-            port = self._server.add_secure_port(str(place), credentials)
-            return f"grpcs {place._replace(port=port)}"
-        except RuntimeError:
-            raise OSError(f"cannot listen for gRPC at {place}: it is taken, or there is no such address") from None
-
-
-def _is_taken(place: Place) -> bool:
-    """Return whether somebody listens at a unix socket: gRPC would take that one's place."""
-    if not place.path:
-        return False
-    with socket.socket(socket.AF_UNIX) as seeker:
-        seeker.setblocking(False)
-        return seeker.connect_ex(place.path) in (0, errno.EAGAIN)
+def _most_connections(config: GatewayConfig) -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(config.max_connections, descriptors // _DESCRIPTORS))
 
 
 def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
@@ -152,30 +167,13 @@ def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
         ("grpc.max_metadata_size", _METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MOST_CALLS_OF_CONNECTION),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
-        ("grpc.server_handshake_timeout_ms", _ms(config.receive_timeout)),
         ("grpc.max_connection_idle_ms", _ms(config.idle_timeout)),
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _ms(LEAST_PING_S)),
-        # Two gateways at one address would have half of the calls each, and nobody would know.
-        ("grpc.so_reuseport", 0),
     ]
 
 
 def _ms(seconds: float) -> int:
     return max(1, round(1000 * seconds))
-
-
-def _credentials(config: GatewayConfig) -> grpc.ServerCredentials | None:
-    """Return what TLS needs; None where it is not spoken.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    if not config.tls_cert:
-        return None
-    key, certificate = (read_regular(path, _MAX_PEM_BYTES) for path in (config.tls_key, config.tls_cert))
-    authorities = read_regular(config.client_ca, _MAX_PEM_BYTES) if config.client_ca else None
-    return grpc.ssl_server_credentials([(key, certificate)], authorities, require_client_auth=authorities is not None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from weightd.gateway.rpc.calls import PROBE, Call, Calls, Context, Handler, guarded, stranger
+from weightd.gateway.rpc.calls import PROBE, Call, Calls, Context, Handler, guarded
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
@@ -55,7 +55,7 @@ class Health:
         """Return what gRPC wants for each method."""
 
         async def watch(messages: object, context: Context) -> None:
-            with self._streams.one(stranger(context)):
+            with self._streams.one(calls.stranger(context)):
                 await self._watch((await calls.probed(context, _Request.FromString)).service, context)
 
         return {

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import Context, Handler, check_length, guarded, parsed, stranger, within
+from weightd.gateway.rpc.calls import Calls, Context, Handler, check_length, guarded, parsed, within
 from weightd.gateway.rpc.descriptors import Messages
 from weightd.gateway.rpc.streams import Streams
 
@@ -44,15 +44,16 @@ class Reflection:
         for each in files:
             self._add(each.file)
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
-        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(self._info))}
 
-    async def _info(self, messages: object, context: Context) -> None:
-        with self._streams.one(stranger(context)):
-            while (message := await self._asked(context)) is not grpc.aio.EOF:
-                check_length(message)
-                await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
+        async def info(messages: object, context: Context) -> None:
+            with self._streams.one(calls.stranger(context)):
+                while (message := await self._asked(context)) is not grpc.aio.EOF:
+                    check_length(message)
+                    await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
+
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(info))}
 
     async def _asked(self, context: Context) -> Any:
         with within(PATIENCE_S):

@@ -1,0 +1,181 @@
+"""Limits of the HTTP/2 frames of one connection, applied before gRPC's library reads them. Pure: no I/O, no clock.
+
+Only the 9 bytes before each frame are read: its length, type and flags (RFC 9113, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+_NAMES = (
+    "DATA",
+    "HEADERS",
+    "PRIORITY",
+    "RST_STREAM",
+    "SETTINGS",
+    "PUSH_PROMISE",
+    "PING",
+    "GOAWAY",
+    "WINDOW_UPDATE",
+    "CONTINUATION",
+)
+_END_HEADERS = 0x4
+_ENHANCE_YOUR_CALM = 0xB
+
+MOST_HEADER_BYTES = 64 * 1024
+"""Compressed bytes of the headers of one call. gRPC's library limits what they become."""
+
+MOST_CONTINUATIONS = 16
+"""CONTINUATION frames of the headers of one call."""
+
+MOST_CONTROL_BYTES = 16 * 1024
+"""Bytes of one frame that is neither DATA nor part of headers: HTTP/2 asks for as many."""
+
+BURST = 256.0
+"""Control frames that a connection may send at once."""
+
+RATE = 64.0
+"""Control frames a second, on average."""
+
+FOR_CALL = 8.0
+"""Further control frames for each call."""
+
+FOR_BYTE = 1 / 2048
+"""Further control frames for each byte of messages in either direction: a receiver acknowledges them."""
+
+LEAST_DATA_BYTES = 256
+"""A DATA frame with fewer bytes than this counts as a control frame, beside one of each call."""
+
+
+class LimitExceeded(Exception):
+    """A connection has exceeded a limit; the text names the limit and what was received."""
+
+
+class Heads:
+    """Finds the heads of frames in a stream of bytes, however it is cut.
+
+    Attributes:
+        is_between: whether the next byte begins a frame.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._payload_left = 0
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the next byte begins a frame."""
+        return not self._head and not self._payload_left
+
+    def feed(self, data: bytes, position: int = 0) -> Iterator[tuple[int, int, int]]:
+        """Yield type, flags and length of each frame whose head ends in `data[position:]`."""
+        end = len(data)
+        while position < end:
+            if self._payload_left:
+                skipped = min(self._payload_left, end - position)
+                self._payload_left -= skipped
+                position += skipped
+                continue
+            head = self._head + data[position : position + HEAD_BYTES - len(self._head)]
+            position += len(head) - len(self._head)
+            if len(head) < HEAD_BYTES:
+                self._head = head
+                return
+            self._head = b""
+            self._payload_left = head[0] << 16 | head[1] << 8 | head[2]
+            yield head[3], head[4], self._payload_left
+
+
+class Frames:
+    """Counts the frames that one client sends.
+
+    Args:
+        now: the time, in seconds, as in all methods.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._heads = Heads()
+        self._preface_left = len(PREFACE)
+        self._tokens = BURST
+        self._at = now
+        self._header_bytes = 0
+        self._continuations = 0
+        self._in_headers = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has sent the whole preface of HTTP/2."""
+        return not self._preface_left
+
+    def passed_back(self, nbytes: int) -> None:
+        """Count bytes that were sent to the client."""
+        self._tokens += nbytes * FOR_BYTE
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Count the frames in what the client has sent.
+
+        Raises:
+            LimitExceeded: the connection has to be closed, and nothing of `data` may be used.
+        """
+        self._tokens = min(BURST, self._tokens + (now - self._at) * RATE)
+        self._at = now
+        position = 0
+        if self._preface_left:
+            position = min(self._preface_left, len(data))
+            begin = len(PREFACE) - self._preface_left
+            if data[:position] != PREFACE[begin : begin + position]:
+                raise LimitExceeded("expected the preface of HTTP/2")
+            self._preface_left -= position
+        for kind, flags, length in self._heads.feed(data, position):
+            self._count(kind, flags, length)
+
+    def _count(self, kind: int, flags: int, length: int) -> None:
+        if self._in_headers and kind != CONTINUATION:
+            raise LimitExceeded(f"expected CONTINUATION after headers without END_HEADERS, got {_name(kind)}")
+        if kind == DATA:
+            self._tokens = min(BURST, self._tokens + length * FOR_BYTE)
+            if length < LEAST_DATA_BYTES:
+                self._spend(kind)
+        elif kind == HEADERS:
+            self._tokens = min(BURST, self._tokens + FOR_CALL)
+            self._header_bytes, self._continuations = 0, 0
+            self._add_headers(flags, length)
+        elif kind == CONTINUATION:
+            self._continuations += 1
+            if self._continuations > MOST_CONTINUATIONS:
+                raise LimitExceeded(f"expected at most {MOST_CONTINUATIONS} CONTINUATION frames of a call, got more")
+            self._add_headers(flags, length)
+        else:
+            if length > MOST_CONTROL_BYTES:
+                raise LimitExceeded(f"expected at most {MOST_CONTROL_BYTES} bytes of {_name(kind)}, got {length}")
+            self._spend(kind)
+
+    def _add_headers(self, flags: int, length: int) -> None:
+        self._header_bytes += length
+        if self._header_bytes > MOST_HEADER_BYTES:
+            text = f"expected at most {MOST_HEADER_BYTES} bytes of headers of a call, got {self._header_bytes}"
+            raise LimitExceeded(text)
+        self._in_headers = not flags & _END_HEADERS
+
+    def _spend(self, kind: int) -> None:
+        self._tokens -= 1.0
+        if self._tokens < 0.0:
+            raise LimitExceeded(
+                f"expected at most {BURST:g} control frames at once, {RATE:g} a second, {FOR_CALL:g} for each call and "
+                f"one for {1 / FOR_BYTE:g} bytes of messages, got more, the last one {_name(kind)}"
+            )
+
+
+def goaway(why: str) -> bytes:
+    """Return the frame that tells a client why its connection is closed."""
+    text = why.encode()[:1024]
+    payload = bytes(4) + _ENHANCE_YOUR_CALM.to_bytes(4, "big") + text
+    return len(payload).to_bytes(3, "big") + bytes([GOAWAY, 0]) + bytes(4) + payload
+
+
+def _name(kind: int) -> str:
+    return _NAMES[kind] if kind < len(_NAMES) else f"type {kind}"

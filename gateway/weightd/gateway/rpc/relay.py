@@ -1,0 +1,306 @@
+"""Relays connections of clients to gRPC's library, which listens at a Unix socket that only this process can reach.
+
+The library keeps what a client sends before it knows who that is: a flood of CONTINUATION frames takes gigabytes. The
+relay applies the limits of `frames` first, terminates TLS, and knows the peer of each connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from weightd.gateway.admission import Admission
+from weightd.gateway.listening import common_name
+from weightd.gateway.peers import UNKNOWN, Peer
+from weightd.gateway.rpc.frames import Frames, Heads, LimitExceeded, goaway
+from weightd.shared.seldom import Seldom
+
+_log = logging.getLogger("weightd.gateway.rpc")
+
+# How gRPC's library writes the name of an abstract Unix socket.
+_ABSTRACT = "unix-abstract:"
+
+# A connection that is closed for a violation may take so long to receive the reason.
+_CLOSING_S = 1.0
+
+# Between two lines of the log about violations of one peer.
+_QUIET_S = 10.0
+
+
+class Relay:
+    """The connections of all clients.
+
+    Args:
+        path: where gRPC's library listens.
+        admission: of the connections.
+        patience: seconds within which a client has to complete the handshake of TLS, and the preface of HTTP/2.
+    """
+
+    def __init__(self, path: Path, admission: Admission, patience: float) -> None:
+        self._path = str(path)
+        self._admission = admission
+        self._patience = patience
+        # Nobody can take a name that cannot be guessed.
+        self._prefix = f"weightd-{secrets.token_hex(8)}-"
+        self._numbers = itertools.count(1)
+        self._peers: dict[str, Peer] = {}
+        self._clients: set[_Client] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._violations = Seldom(_QUIET_S)
+
+    def peer(self, called: str) -> Peer:
+        """Return the peer of a connection by what gRPC's library calls it."""
+        return self._peers.get(called.removeprefix(_ABSTRACT), UNKNOWN)
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """The peers of all connections that gRPC's library has."""
+        return self._peers
+
+    def admit(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
+        """Take over a connection that is admitted."""
+        task = asyncio.get_running_loop().create_task(self._begin(connection, peer, tls))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def abort(self) -> None:
+        """Close all connections at once."""
+        for task in [*self._tasks]:
+            task.cancel()
+        for each in [*self._clients]:
+            each.abort()
+
+    async def _begin(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        client = _Client(self, peer)
+        try:
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake = None if tls is None else self._patience
+            await loop.connect_accepted_socket(lambda: client, connection, ssl=tls, ssl_handshake_timeout=handshake)
+        except (OSError, asyncio.CancelledError):
+            client.abort()
+            client.release()
+            connection.close()
+
+    # --- for clients -------------------------------------------------------------------------------------------
+
+    def came(self, client: _Client) -> asyncio.TimerHandle:
+        """Count a connection; it is closed at the end of the returned timer."""
+        self._clients.add(client)
+        return asyncio.get_running_loop().call_later(self._patience, client.abort)
+
+    def open(self, client: _Client) -> None:
+        """Connect a client that has sent the preface to gRPC's library."""
+        name = f"{self._prefix}{next(self._numbers)}"
+        library = socket.socket(socket.AF_UNIX)
+        library.setblocking(False)
+        try:
+            library.bind(f"\0{name}")
+            # This is immediate, or fails where the backlog is full.
+            library.connect(self._path)
+        except OSError as error:
+            _log.warning("gRPC's library does not take a connection: %s", error.strerror)
+            library.close()
+            client.abort()
+            return
+        self._peers[name] = client.peer
+        task = asyncio.get_running_loop().create_task(self._connect(library, client, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, library: socket.socket, client: _Client, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._peers.pop(name, None)), library)
+
+    def violated(self, client: _Client, why: str) -> None:
+        """Log a violation, and limit new connections of its peer."""
+        now = time.monotonic()
+        self._admission.punish(client.peer, now)
+        untold = self._violations.tell(client.peer.key, now)
+        # Scanners of ports, which speak another protocol, fill no log.
+        if untold is not None and client.has_begun:
+            more = f" ({untold} more since the last such line)" if untold else ""
+            _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, why, more)
+
+    def gone(self, client: _Client) -> None:
+        """Count a connection no more."""
+        self._clients.discard(client)
+        self._admission.leaves(client.peer)
+
+
+class _Client(asyncio.Protocol):
+    """The connection of a client."""
+
+    def __init__(self, relay: Relay, peer: Peer) -> None:
+        self.peer = peer
+        self._relay = relay
+        self._frames = Frames(time.monotonic())
+        self._sent = Heads()
+        self._transport: asyncio.Transport | None = None
+        self._library: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._before = bytearray()
+        self._is_open = False
+        self._is_released = False
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        name = common_name(transport)
+        if name is not None:
+            self.peer = self.peer._replace(common_name=name)
+        self._deadline = self._relay.came(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_clock()
+        if self._library is not None:
+            self._library.abort()
+        self.release()
+
+    def release(self) -> None:
+        """Count the connection no more."""
+        if not self._is_released:
+            self._is_released = True
+            self._relay.gone(self)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client speaks HTTP/2."""
+        return self._frames.has_begun
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        try:
+            self._frames.feed(data, time.monotonic())
+        except LimitExceeded as error:
+            self._refuse(str(error))
+            return
+        if self._library is not None:
+            self._library.write(data)
+            return
+        self._before += data
+        if self._frames.has_begun and not self._is_open:
+            self._is_open = True
+            self._stop_clock()
+            self._pause()
+            self._relay.open(self)
+
+    def eof_received(self) -> bool:
+        # HTTP/2 has no use for a connection that is open in one direction.
+        return False
+
+    def pause_writing(self) -> None:
+        if self._library is not None:
+            self._library.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._library is not None:
+            self._library.resume_reading()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- for the other end -------------------------------------------------------------------------------------
+
+    def connected(self, library: asyncio.Transport) -> None:
+        """Pass on to gRPC's library what has come until now, and what comes."""
+        if self._transport is None or self._transport.is_closing() or self._is_refused:
+            library.abort()
+            return
+        self._library = library
+        library.write(bytes(self._before))
+        self._before = bytearray()
+        self._resume()
+
+    def answer(self, data: bytes) -> None:
+        """Send what gRPC's library sends."""
+        if self._transport is None or self._is_refused:
+            return
+        for _ in self._sent.feed(data):
+            pass
+        self._frames.passed_back(len(data))
+        self._transport.write(data)
+
+    def end(self) -> None:
+        """Close the connection when everything has been sent: gRPC's library has closed its end."""
+        self._library = None
+        if self._transport is not None:
+            self._transport.close()
+
+    def library_full(self, *, is_full: bool) -> None:
+        """Read no more from the client until gRPC's library has taken what there is."""
+        if is_full:
+            self._pause()
+        else:
+            self._resume()
+
+    # --- within ------------------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _refuse(self, why: str) -> None:
+        """Close the connection with the reason, as far as it can be told."""
+        self._is_refused = True
+        self._before = bytearray()
+        self._relay.violated(self, why)
+        if self._library is not None:
+            self._library.abort()
+        transport = cast(asyncio.Transport, self._transport)
+        transport.pause_reading()
+        # Before the first frame of a server a client takes GOAWAY for a reason to connect again at once.
+        if self._library is None or not self._sent.is_between or transport.get_write_buffer_size():
+            transport.abort()
+            return
+        transport.write(goaway(why))
+        transport.close()
+        self._deadline = asyncio.get_running_loop().call_later(_CLOSING_S, transport.abort)
+
+
+class _Library(asyncio.Protocol):
+    """The connection to gRPC's library for one client."""
+
+    def __init__(self, client: _Client, forget: Any) -> None:
+        self._client = client
+        self._forget = forget
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client.connected(cast(asyncio.Transport, transport))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._forget()
+        self._client.end()
+
+    def data_received(self, data: bytes) -> None:
+        self._client.answer(data)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._client.library_full(is_full=True)
+
+    def resume_writing(self) -> None:
+        self._client.library_full(is_full=False)

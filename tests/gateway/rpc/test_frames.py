@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightd.gateway.rpc import frames
+from weightd.gateway.rpc.frames import BURST, PREFACE, RATE, Frames, Heads, LimitExceeded
+
+END_HEADERS = 4
+
+
+def frame(kind: int, content: bytes = b"", flags: int = 0) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + content
+
+
+def begun(now: float = 0.0) -> Frames:
+    """Return the frames of a connection that has sent the preface."""
+    found = Frames(now)
+    found.feed(PREFACE, now)
+    return found
+
+
+CALL = frame(frames.HEADERS, bytes(100), END_HEADERS) + frame(frames.DATA, bytes(600))
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.binary(max_size=40)), max_size=12), st.data())
+def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, bytes]], data: st.DataObject) -> None:
+    stream = b"".join(frame(kind, payload) for kind, payload in content)
+    found: list[tuple[int, int, int]] = []
+    heads, position = Heads(), 0
+    while position < len(stream):
+        size = data.draw(st.integers(1, 30))
+        found += heads.feed(stream[position : position + size])
+        position += size
+    assert found == [(kind, 0, len(payload)) for kind, payload in content]
+    assert heads.is_between
+
+
+def test_it_is_known_whether_a_frame_is_incomplete() -> None:
+    heads = Heads()
+    for part, is_between in ((b"\0\0\4\6", False), (bytes(5), False), (b"ab", False), (b"cd", True)):
+        list(heads.feed(part))
+        assert heads.is_between is is_between
+
+
+@given(st.integers(1, len(PREFACE)))
+def test_a_connection_begins_with_the_preface(size: int) -> None:
+    found = Frames(0.0)
+    found.feed(PREFACE[:size], 0.0)
+    assert found.has_begun is (size == len(PREFACE))
+    with pytest.raises(LimitExceeded, match="preface"):
+        Frames(0.0).feed(PREFACE[: size - 1] + b"\0", 0.0)
+
+
+@pytest.mark.parametrize(
+    "kind", [frames.PING, frames.SETTINGS, frames.PRIORITY, frames.RST_STREAM, frames.WINDOW_UPDATE, frames.DATA, 200]
+)
+def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
+    found = begun()
+    found.feed(frame(kind) * int(BURST), 0.0)
+    with pytest.raises(LimitExceeded, match="control frames at once"):
+        found.feed(frame(kind), 0.0)
+    later = begun()
+    later.feed(frame(kind) * int(BURST), 0.0)
+    later.feed(frame(kind) * int(RATE), 1.0)
+    with pytest.raises(LimitExceeded):
+        later.feed(frame(kind), 1.0)
+
+
+def test_a_pause_saves_up_no_more_than_the_burst() -> None:
+    found = begun()
+    with pytest.raises(LimitExceeded):
+        found.feed(frame(frames.PING) * int(BURST + 1), 1e6)
+
+
+def test_a_client_that_pings_and_acknowledges_with_each_call_is_never_limited() -> None:
+    found = begun()
+    for _ in range(5000):
+        found.feed(CALL + frame(frames.PING, bytes(8)) * 2 + frame(frames.WINDOW_UPDATE, bytes(4)) * 4, 0.0)
+
+
+def test_a_client_that_receives_much_may_acknowledge_it() -> None:
+    found = begun()
+    for _ in range(5000):
+        found.passed_back(16 * 1024)
+        found.feed(frame(frames.WINDOW_UPDATE, bytes(4)) * 2, 0.0)
+
+
+@given(st.integers(1, 200))
+def test_continuations_are_limited_by_number_and_by_bytes(size: int) -> None:
+    found = begun()
+    part = frame(frames.CONTINUATION, bytes(size))
+    found.feed(frame(frames.HEADERS), 0.0)
+    found.feed(part * frames.MOST_CONTINUATIONS, 0.0)
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_CONTINUATIONS} CONTINUATION"):
+        found.feed(part, 0.0)
+    # The next call has as many.
+    again = begun()
+    for _ in range(2):
+        again.feed(frame(frames.HEADERS) + part + frame(frames.CONTINUATION, b"", END_HEADERS), 0.0)
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_HEADER_BYTES} bytes of headers"):
+        again.feed(frame(frames.HEADERS) + frame(frames.CONTINUATION, bytes(frames.MOST_HEADER_BYTES + 1)), 0.0)
+
+
+def test_nothing_comes_between_the_parts_of_headers() -> None:
+    found = begun()
+    with pytest.raises(LimitExceeded, match="expected CONTINUATION"):
+        found.feed(frame(frames.HEADERS) + frame(frames.PING), 0.0)
+
+
+def test_a_control_frame_has_a_length() -> None:
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_CONTROL_BYTES} bytes of SETTINGS"):
+        begun().feed(frame(frames.SETTINGS, bytes(frames.MOST_CONTROL_BYTES + 1))[:9], 0.0)
+
+
+def test_the_reason_is_in_the_last_frame() -> None:
+    content = frames.goaway("expected less")
+    assert [*Heads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9)]
+    assert content.endswith(b"\0\0\0\x0bexpected less")
