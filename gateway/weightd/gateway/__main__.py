@@ -9,11 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from weightd.gateway import logs
+from weightd.gateway import heap, logs
 from weightd.gateway.config import places
 from weightd.gateway.config.load import ConfigError, default_path, load
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
+from weightd.gateway.helper import Helper
 from weightd.gateway.manager import Manager
 from weightd.gateway.regions import Regions
 from weightd.gateway.seats import Seats
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parser().parse_args(arguments)
     leave_out_memory()
+    heap.limit_arenas()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
     manager = Manager(os.environ)
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = config.gateway
     seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
     service = Service(settings.daemon or None, settings.timeout, seats)
-    gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), manager.sockets)
+    gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), Helper(), manager.sockets)
     try:
         fronts = _fronts(gateway)
     except ImportError as error:

@@ -6,6 +6,7 @@ What is not exactly what it says is refused, with the name of the tensor: nothin
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -41,6 +42,9 @@ _MOST_ELEMENTS = 2**59
 # Of a request, or of an answer, that are not in their bytes: each is an object of Python, and so many take the loop a
 # third of a second, in which nobody else is served.
 MOST_VALUES = 1024 * 1024
+
+# Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 # They have no form but their bytes.
 _RAW_ALONE = frozenset({"FP16"})
@@ -202,15 +206,25 @@ def _is_whole(value: object) -> bool:
     return not isinstance(value, float) or value.is_integer()
 
 
-def to_values(name: str, array: Array, most: int = MOST_VALUES) -> list[Any]:
-    """Return the values of an answer, flat in C order, as JSON has them, and no more than others leave.
+def check_count(name: str, array: Array, most: int = MOST_VALUES) -> None:
+    """Check that the values of an output are no more than the others leave.
 
     Raises:
-        InvalidArgument: JSON does not have them.
         TooLarge: they are too many.
     """
     if array.size > most:
-        raise TooLarge(f"output {label(name)}: {array.size} values are too many for JSON: ask for binary data")
+        raise TooLarge(
+            f"output {label(name)}: expected at most {MOST_VALUES} values in JSON, of which {most} are left, "
+            f"got {array.size}: ask for binary data"
+        )
+
+
+def to_values(name: str, array: Array) -> list[Any]:
+    """Return the values of an output, flat in C order, as JSON has them.
+
+    Raises:
+        InvalidArgument: JSON does not have them.
+    """
     if datatype_of(array) in _RAW_ALONE:
         raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
     if array.dtype.kind == "f" and not np.isfinite(array).all():

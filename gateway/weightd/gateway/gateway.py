@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weightd.gateway.callers import Identities
 from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.helper import Helper
 from weightd.gateway.regions import Regions
 from weightd.gateway.service import Service
 
@@ -21,6 +22,7 @@ class Gateway:
         identities: who is who, now: a reload has others.
         service: the daemon.
         regions: memory that callers share.
+        helper: the process that parses and renders many values.
         sockets: on which a service manager listens for HTTP.
     """
 
@@ -28,4 +30,5 @@ class Gateway:
     identities: Identities
     service: Service
     regions: Regions
+    helper: Helper
     sockets: Sequence[socket.socket] = ()

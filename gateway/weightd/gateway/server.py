@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from weightd.gateway import heap
 from weightd.gateway.config.load import ConfigError, changed, load
 from weightd.gateway.config.table import Config
 from weightd.gateway.front import Front
@@ -65,6 +66,7 @@ class Server:
 
         loop.add_signal_handler(signal.SIGHUP, hang_up)
         _raise_limit()
+        watching = loop.create_task(heap.watch())
         try:
             await self._start()
             self._manager.notify("READY=1", "STATUS=serving")
@@ -72,7 +74,9 @@ class Server:
             self._manager.notify("STOPPING=1", "STATUS=finishing what is under way")
             await self._drain(hurried)
         finally:
+            watching.cancel()
             await self._gateway.service.close()
+            await self._gateway.helper.close()
 
     async def _start(self) -> None:
         for front in self._fronts:

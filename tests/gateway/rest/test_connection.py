@@ -6,7 +6,10 @@ from unittest import mock
 
 import pytest
 
+from weightd.gateway.peers import Peer
 from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
+
+A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
 LIMITS = {Phase.IDLE: 100.0, Phase.HEADER: 10.0, Phase.BODY: 10.0}
 
@@ -24,10 +27,10 @@ class World:
             self.now = min(now, self.now + SWEEP_S)
             self.crowd.sweep()
 
-    def comes(self) -> Connection:
+    def comes(self, peer: Peer = A) -> Connection:
         """Return a connection that has just been made, without a socket."""
         connection = Connection.__new__(Connection)
-        connection.__dict__.update(_crowd=self.crowd, phase=Phase.IDLE, since=self.now, _body=None)
+        connection.__dict__.update(_crowd=self.crowd, peer=peer, phase=Phase.IDLE, since=self.now, _body=None)
         connection.transport = mock.Mock()
         self.crowd.comes(connection)
         return connection
@@ -133,3 +136,17 @@ def test_as_many_go_as_come_at_once() -> None:
     came = [world.comes() for _ in range(6)]
     assert [gone(each) for each in came] == [True] * 4 + [False] * 2
     assert len(world.crowd) == 2
+
+
+def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
+    world = World(3)
+    quiet = world.comes(B)
+    many = [world.comes(A) for _ in range(5)]
+    assert [gone(each) for each in many] == [True] * 3 + [False] * 2
+    assert not gone(quiet)
+    # Where all of that peer are busy, the new one of it goes.
+    for each in many[3:]:
+        each.enter(Phase.ANSWER)
+    last = world.comes(A)
+    assert gone(last)
+    assert not gone(quiet)

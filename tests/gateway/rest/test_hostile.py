@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from testkit.examples import examples
 from testkit.fakedaemon import FakeDaemon
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
+from weightd.gateway.peers import Peer, Peers
 
 BODY = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[7]}]}'
 INFER = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
@@ -196,3 +199,61 @@ def test_nothing_that_is_said_in_http_is_a_fault_of_this_side(
     status = int(answer[9:12]) if answer else 0
     assert not 500 <= status < 600, answer
     assert status or answer == b""
+
+
+def test_requests_that_are_sent_ahead_are_all_answered_in_their_order(echo: HttpGateway) -> None:
+    one = b"GET /v2/models/m%d/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection:
+        connection.sendall(b"".join(one % number for number in range(400)))
+        answers = bytearray()
+        while answers.count(b"HTTP/1.1 ") < 400 or not answers.endswith(b"}"):
+            answers += connection.recv(65536)
+    assert [int(each) for each in re.findall(rb'"name":"m(\d+)"', answers)] == [*range(400)]
+
+
+def test_a_body_of_chunks_of_one_byte_is_read(echo: HttpGateway) -> None:
+    body = BODY + b" " * 60_000
+    chunked = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunked)
+        assert b'"data":[7]' in ended(connection)
+
+
+def test_an_upgrade_is_refused_and_what_follows_is_not_kept(echo: HttpGateway) -> None:
+    head = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection, contextlib.suppress(OSError):
+        connection.sendall(head)
+        for _ in range(100):
+            connection.sendall(bytes(100_000))
+    assert echo.ask("GET", "/v2/health/live")[0] == 200
+
+
+def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) -> None:
+    values: list[Any] = [number / 8 for number in range(20_000)]
+    nested = [values[begin : begin + 100] for begin in range(0, len(values), 100)]
+    for data, shape in ((values, [20_000]), (nested, [200, 100])):
+        asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data}]}
+        status, answer, _ = echo.ask("POST", "/v2/models/m/infer", asked)
+        assert (status, answer["outputs"][0]["data"]) == (200, values)
+    assert echo.gateway.helper.pid is not None
+    # Errors are those that short requests have.
+    values[7] = "seven"
+    asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [20_000], "data": values}]}
+    assert echo.ask("POST", "/v2/models/m/infer", asked)[0] == 400
+    assert not echo.gateway.service.seats.taken_bytes
+
+
+def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = [Peer("host 10.0.0.1")] * 30 + [Peer("host 10.0.0.2")]
+    monkeypatch.setattr(Peers, "of", lambda *_: peers.pop(0))
+    with HttpGateway(fake.address, {"gateway": {"max_connection_rate": 1e-3}}) as gateway:
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+        status, answer, headers = gateway.ask("GET", "/v2/health/live")
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert answer == {"error": "host 10.0.0.1 opens more than 0.001 connections a second (max_connection_rate)"}
+        while len(peers) > 1:
+            assert gateway.ask("GET", "/v2/health/live")[0] == 429
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200

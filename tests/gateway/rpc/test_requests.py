@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -15,10 +16,11 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from weightd.gateway.arrays import DTYPES, MOST_VALUES, datatype_of
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
+from weightd.gateway.helper import Helper
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.gateway.rpc.parameters import MOST_PARAMETERS
-from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Memory, asked
+from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Asked, Memory, asked
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
@@ -30,7 +32,18 @@ def room(caller: Caller, nbytes: int) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
-MEMORY = Memory(Regions(enabled=False), room)
+def made(content: bytes, call: Call = CALL) -> Asked:
+    """Return what is made of the bytes of a message."""
+
+    async def make() -> Asked:
+        helper = Helper()
+        try:
+            return await asked(content, call, Memory(Regions(enabled=False), room, helper))
+        finally:
+            await helper.close()
+
+    return asyncio.run(make())
+
 
 TYPED = {
     "BOOL": "bool_contents",
@@ -57,7 +70,7 @@ def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (1,), **more: A
 
 def question(message: ModelInferRequest, call: Call = CALL) -> Any:
     """Return what is made of the bytes of another's message."""
-    return asked(message.SerializeToString(), call, MEMORY).question
+    return made(message.SerializeToString(), call).question
 
 
 DATATYPES = st.sampled_from(sorted(DTYPES))
@@ -245,4 +258,4 @@ def test_there_is_one_version() -> None:
 @given(st.binary(max_size=200))
 def test_any_message_is_a_question_or_refused(content: bytes) -> None:
     with contextlib.suppress(InvalidArgument, NotFound):
-        asked(content, CALL, MEMORY)
+        made(content)

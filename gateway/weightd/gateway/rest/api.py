@@ -25,6 +25,7 @@ from weightd.gateway.rest.routes import Verb, route
 from weightd.gateway.shares import Shares
 from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
+from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.shared.exposition import CONTENT_TYPE, exposition
 from weightd.shared.seldom import Seldom
@@ -82,6 +83,7 @@ class Api:
         self._hosts = hosts
         self._seldom = Seldom(_QUIET_S)
         self._looks = Looks(gateway.service)
+        self._expositions: dict[str | None, tuple[MetricsResponse, bytes]] = {}
         self._probes = Shares(MOST_PROBES)
         self._handlers: dict[Verb, Handler] = {
             Verb.LIVE: self._live,
@@ -181,7 +183,12 @@ class Api:
         return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
 
     async def _metrics(self, request: Request, caller: Caller, name: str) -> Reply:
-        return Reply([exposition(await self._service.metrics(caller)).encode()], CONTENT_TYPE)
+        metrics = await self._service.metrics(caller)
+        # The same for everybody who asks within a second, as the service returns the same metrics.
+        latest = self._expositions.get(caller.tenant)
+        if latest is None or latest[0] is not metrics:
+            latest = self._expositions[caller.tenant] = metrics, exposition(metrics).encode()
+        return Reply([latest[1]], CONTENT_TYPE)
 
     # --- the page ----------------------------------------------------------------------------------------------
 

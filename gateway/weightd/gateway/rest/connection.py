@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
-import socket
-import struct
+import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from weightd.gateway.listening import common_name
+from weightd.gateway.peers import Peer
 from weightd.gateway.rest.reply import Refused, Reply
+from weightd.gateway.turns import Piece, Turns
 
 SWEEP_S = 1.0
 """How often `Crowd.sweep` has to be called."""
@@ -23,9 +28,6 @@ _OVERSLEPT_S = 0.5
 _SLOW_S = 1.0
 
 _LATE = "the body of the request has not come in time (receive_timeout)"
-
-# struct ucred of the kernel: pid, uid, gid.
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Phase(enum.Enum):
@@ -53,6 +55,8 @@ class Crowd:
         self.clock = clock
         self._next_sweep = clock() + SWEEP_S
         self._all: dict[Connection, None] = {}
+        # How many each peer has.
+        self._of: Counter[str] = Counter()
         # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
         self._idle: dict[Connection, None] = {}
 
@@ -60,24 +64,35 @@ class Crowd:
         return len(self._all)
 
     def comes(self, connection: Connection) -> None:
-        """There is another one: where that is one too many, who has asked nothing for longest goes.
+        """Add a connection: where that is one too many, the peer that has the most loses one.
 
-        Where all ask something, that is who has not read an answer for longest, so that such do not keep others out.
+        That is the one that has asked nothing for longest, or else the one that has not read an answer for longest, so
+        that such do not keep others out.
         """
         self._all[connection] = self._idle[connection] = None
+        self._of[connection.peer.key] += 1
         if len(self._all) > self._most:
+            (key, _), *_ = self._of.most_common(1)
             # Many may come before the loop tells of the one that goes.
-            going = next(iter(self._idle))
+            going = next((each for each in self._idle if each.peer.key == key), connection)
             if going is connection:
                 limit = self.clock() - _SLOW_S
-                reading = (each for each in self._all if each.phase is Phase.READING and each.since < limit)
+                reading = (
+                    each
+                    for each in self._all
+                    if each.phase is Phase.READING and each.since < limit and each.peer.key == key
+                )
                 going = min(reading, key=lambda each: each.since, default=connection)
             self.goes(going)
             going.abort()
 
     def goes(self, connection: Connection) -> None:
-        """It is no more."""
-        self._all.pop(connection, None)
+        """Remove a connection."""
+        if connection in self._all:
+            del self._all[connection]
+            self._of[connection.peer.key] -= 1
+            if not self._of[connection.peer.key]:
+                del self._of[connection.peer.key]
         self._idle.pop(connection, None)
 
     def enters(self, connection: Connection, phase: Phase) -> None:
@@ -106,38 +121,105 @@ class Connection(RequestHandler):
 
     Args:
         crowd: all of them.
+        turns: of the peers.
+        peer: the other end.
         manager: of aiohttp.
         options: for aiohttp.
 
     Attributes:
+        peer: as above.
         phase: what is waited for.
         since: when that began.
         uid: the number of the user at the other end, which the kernel tells of a unix socket; None of any other.
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """
 
-    def __init__(self, crowd: Crowd, manager: web.Server, **options: Any) -> None:
+    def __init__(self, crowd: Crowd, turns: Turns, peer: Peer, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, **options)
         self._crowd = crowd
+        self._turns = turns
+        self.peer = peer
         self.phase = Phase.IDLE
         self.since = crowd.clock()
-        self.uid: int | None = None
+        self.uid = peer.uid
         self.common_name: str | None = None
         self._body: Any = None
+        # What has been received and not been parsed yet.
+        self._unparsed = bytearray()
+        self._is_queued = False
+        self._is_held = False
+        self._is_resuming = False
+        self._piece = Piece()
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
-        self.uid, self.common_name = _uid(transport), _common_name(transport)
+        self.common_name = common_name(transport)
         super().connection_made(transport)
         self._crowd.comes(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:  # noqa: D102
         self._crowd.goes(self)
+        self._unparsed = bytearray()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
-        if self.phase is Phase.IDLE:
+        if not data:
+            # aiohttp goes on with what it has kept, after a pause.
+            super().data_received(data)
+        elif self.phase is Phase.IDLE:
             self.enter(Phase.HEADER)
-        super().data_received(data)
+        self._unparsed += data
+        if self._unparsed and not self._is_queued:
+            self._queue()
+        if self._unparsed:
+            self._hold()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Go on with the body of a request, in the next pass of the loop.
+
+        aiohttp wants this for each chunk that is taken out of a full buffer, and would fill the buffer again meanwhile.
+        """
+        if not resume_parser:
+            super().resume_reading(resume_parser)
+        elif not self._is_resuming:
+            self._is_resuming = True
+            asyncio.get_running_loop().call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._is_resuming = False
+        if self.transport is not None:
+            super().resume_reading()
+
+    def _queue(self) -> None:
+        self._is_queued = True
+        self._turns.run(self.peer.key, self._parse)
+
+    def _parse(self) -> None:
+        """Parse a piece of what has been received; the rest follows when it is the peer's turn again."""
+        self._is_queued = False
+        if self.transport is None or self._reading_paused:
+            return
+        size = self._piece.size
+        piece = bytes(memoryview(self._unparsed)[:size])
+        del self._unparsed[:size]
+        begun = time.thread_time()
+        super().data_received(piece)
+        self._piece.took(len(piece), time.thread_time() - begun)
+        if self._unparsed:
+            if not self._is_queued:
+                self._queue()
+        elif self._is_held:
+            self._is_held = False
+            self._resume_transport()
+
+    def _resume_transport(self) -> None:
+        if self.transport is not None and not self._reading_paused:
+            self.transport.resume_reading()
+
+    def _hold(self) -> None:
+        """Read nothing more until what has been received has been parsed, although aiohttp may have resumed."""
+        if self.transport is not None:
+            self._is_held = True
+            self.transport.pause_reading()
 
     def enter(self, phase: Phase) -> None:
         """Something else is waited for from now on."""
@@ -175,6 +257,11 @@ class Connection(RequestHandler):
                 # aiohttp would wait for the rest of it, and tell the log of that error.
                 self.force_close()
             self.enter(Phase.IDLE)
+            if self._messages:
+                # A request that the client has sent ahead is answered when it is the peer's turn.
+                turn = asyncio.get_running_loop().create_future()
+                self._turns.run(self.peer.key, partial(_resolve, turn))
+                await turn
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
@@ -187,16 +274,6 @@ class Connection(RequestHandler):
         return reply
 
 
-def _uid(transport: Any) -> int | None:
-    connection = transport.get_extra_info("socket")
-    if connection is None or connection.family != socket.AF_UNIX:
-        return None
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(credentials)[1]
-    return uid
-
-
-def _common_name(transport: Any) -> str | None:
-    certificate: dict[str, Any] = transport.get_extra_info("peercert") or {}
-    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
-    return str(names[0]) if names else None
+def _resolve(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
+
+import numpy as np
 
 from weightd.gateway import arrays
 from weightd.gateway.codes import TooLarge
@@ -101,6 +104,36 @@ def read(header: memoryview, model: str) -> Form:
         return _read(text, model)
     finally:
         gc.enable()
+
+
+def read_values(header: bytes, model: str) -> Form:
+    """Return what the JSON of a request says, with an array as the values of each input that has values.
+
+    Raises:
+        InvalidArgument: as `read`, and `arrays.from_values`.
+        TooLarge: as `read`.
+    """
+    form = read(memoryview(header), model)
+    return dataclasses.replace(form, inputs=[_with_array(each) for each in form.inputs])
+
+
+def _with_array(given: InputForm) -> InputForm:
+    return (
+        given
+        if given.nbytes is not None or given.region is not None
+        else dataclasses.replace(given, values=array_of(given))
+    )
+
+
+def array_of(given: InputForm) -> arrays.Array:
+    """Return the tensor of an input that has values.
+
+    Raises:
+        InvalidArgument: its datatype or shape cannot hold them.
+    """
+    if isinstance(given.values, np.ndarray):
+        return given.values
+    return arrays.from_values(given.name, given.datatype, given.shape, given.values)
 
 
 def _read(header: bytes, model: str) -> Form:

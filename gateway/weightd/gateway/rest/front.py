@@ -6,6 +6,7 @@ import asyncio
 import resource
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,16 +14,18 @@ from pathlib import Path
 
 from aiohttp import web
 
+from weightd.gateway import listening
+from weightd.gateway.admission import Admission
+from weightd.gateway.arrays import to_json
 from weightd.gateway.config import places
-from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
+from weightd.gateway.listening import Accepting
+from weightd.gateway.peers import Peer, Peers
 from weightd.gateway.rest.api import Api
 from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
-from weightd.shared.regular import open_regular
-
-# Who connects while the loop is busy waits there.
-_BACKLOG = 1024
+from weightd.gateway.rest.reply import JSON
+from weightd.gateway.turns import Turns
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
 _OTHERS = 128
@@ -36,9 +39,6 @@ _LINGERING_S = 5.0
 
 # When aiohttp would end a silent connection: that is the crowd's to do.
 _NEVER_S = 1e8
-
-# Of a socket in a directory that others may enter: its owner and group may connect.
-_MODE = 0o660
 
 
 class Rest:
@@ -56,7 +56,11 @@ class Rest:
         self.crowd = _crowd(gateway.config)
         self._api = Api(gateway, _hosts(gateway.config))
         self._managers: list[web.Server] = []
-        self._servers: list[asyncio.Server] = []
+        self._peers = Peers()
+        # How many connections a peer may have is for the crowd to decide, which closes idle ones.
+        self._admission = Admission(sys.maxsize, gateway.config.max_connection_rate)
+        self._accepting: list[Accepting] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._paths: list[Path] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -71,30 +75,55 @@ class Rest:
         manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
         self._managers.append(manager)
         self._tasks.append(asyncio.create_task(self._sweep()))
+        turns = Turns(loop.call_soon, time.thread_time)
+        context = listening.tls(config)
         told: list[str] = []
         for listener in self._listeners():
-            tls = _tls(config) if config.tls_cert and listener.family != socket.AF_UNIX else None
-            self._servers.append(
-                await loop.create_server(partial(self._connection, manager), sock=listener, ssl=tls, backlog=_BACKLOG)
-            )
+            tls = None if listener.family == socket.AF_UNIX else context
+            admit = partial(self._admit, manager=manager, turns=turns, tls=tls)
+            self._accepting.append(Accepting(listener, self._admission, self._peers, admit, None if tls else _refusal))
             told.append(f"{'https' if tls else 'http'} {places.of_socket(listener)}")
         return told
 
     async def stop(self, grace: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
-        for server in self._servers:
-            server.close()
+        for accepting in self._accepting:
+            accepting.close()
+        for task in [*self._handshakes]:
+            task.cancel()
         for manager in self._managers:
             manager.pre_shutdown()
             await manager.shutdown(grace)
         for task in self._tasks:
             task.cancel()
+        self._peers.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
-    def _connection(self, manager: web.Server) -> Connection:
+    def _admit(
+        self, connection: socket.socket, peer: Peer, *, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._begin(connection, peer, manager, turns, tls))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _begin(
+        self, connection: socket.socket, peer: Peer, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
+    ) -> None:
+        self._admission.leaves(peer)
+        patience = self._gateway.config.receive_timeout if tls else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                partial(self._connection, manager, turns, peer), connection, ssl=tls, ssl_handshake_timeout=patience
+            )
+        except (OSError, asyncio.CancelledError):
+            connection.close()
+
+    def _connection(self, manager: web.Server, turns: Turns, peer: Peer) -> Connection:
         return Connection(
             self.crowd,
+            turns,
+            peer,
             manager,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_NEVER_S,
@@ -114,65 +143,16 @@ class Rest:
     def _listeners(self) -> list[socket.socket]:
         if self._gateway.sockets:
             return [*self._gateway.sockets]
-        return [self._listener(place) for place in self._gateway.config.http_places]
-
-    def _listener(self, place: Place) -> socket.socket:
-        try:
-            if not place.path:
-                return _tcp(place)
-            path = Path(place.path)
-            listener = _unix(path)
-        except OSError as error:
-            raise OSError(error.errno, f"http: {place}: {error.strerror or error}") from None
-        self._paths.append(path)
-        return listener
+        places_ = self._gateway.config.http_places
+        self._paths += [Path(place.path) for place in places_ if place.path]
+        return [listening.bound(place, "http") for place in places_]
 
 
-def _tcp(place: Place) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _unix(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        if path.is_socket() and _is_dead(path):
-            path.unlink()
-        listener.bind(str(path))
-        path.chmod(_MODE)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _is_dead(path: Path) -> bool:
-    """Whether nobody listens there any more: a gateway was killed."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        return asking.connect_ex(str(path)) != 0
-
-
-def _tls(config: GatewayConfig) -> ssl.SSLContext:
-    try:
-        # The library would wait for the other end of a pipe.
-        for path in filter(None, (config.client_ca, config.tls_cert, config.tls_key)):
-            open_regular(path).close()
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except OSError as error:
-        raise OSError(error.errno, f"tls_cert, tls_key or client_ca: {error}") from None
-    if config.client_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+def _refusal(why: str) -> bytes:
+    """Return the response to a client whose connection is refused before it has sent a request."""
+    body = to_json({"error": why}).encode()
+    head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def _hosts(config: GatewayConfig) -> frozenset[str]:

@@ -24,6 +24,12 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 Array = arrays.Array
 
+HELPER_BYTES = 16 * 1024
+"""JSON that is longer is parsed by the helper process: the loop would be held up for half a millisecond and more."""
+
+HELPER_VALUES = 4 * 1024
+"""An output with more values than this is rendered by the helper process, for the same reason."""
+
 
 class Inference:
     """Asks models.
@@ -35,6 +41,7 @@ class Inference:
     def __init__(self, gateway: Gateway) -> None:
         self._service = gateway.service
         self._regions = gateway.regions
+        self._helper = gateway.helper
         self._most_bytes = gateway.config.max_body_bytes
 
     async def infer(self, request: Request, caller: Caller, model: str) -> Reply:
@@ -52,7 +59,7 @@ class Inference:
             )
             connection.enter(Phase.ANSWER)
             header, tensors = _cut(content, length)
-            asked = form.read(header, model)
+            asked = await self._read(caller, header, model, seat)
             inputs = self._inputs(caller, asked, tensors, seat)
             places = self._places(caller, asked)
             # The lists of values are many times as large as the tensors that they have become.
@@ -61,12 +68,28 @@ class Inference:
                 caller,
                 Question(model, inputs, asked.wanted, asked.timeout, asked.priority, trace_of(request), asked.id),
             )
-            described, pieces = answer.encode(model, asked, answered, places)
+            described = answer.describe(model, asked, answered, places)
+            pieces = described.content
+            text = await self._rendered(caller, described)
         # Whoever does not read keeps no more than there may be of all.
-        kept = self._service.seats.keep(caller, len(described) + sum(map(len, pieces)))
+        kept = self._service.seats.keep(caller, len(text) + sum(map(len, pieces)))
         if not pieces:
-            return Reply([described], JSON, seat=kept)
-        return Reply([described, *pieces], BINARY, headers={HEADER_LENGTH: str(len(described))}, seat=kept)
+            return Reply([text], JSON, seat=kept)
+        return Reply([text, *pieces], BINARY, headers={HEADER_LENGTH: str(len(text))}, seat=kept)
+
+    async def _read(self, caller: Caller, header: memoryview, model: str, seat: Seat) -> Form:
+        """Return what the JSON of a request says; a long one is parsed by the helper process."""
+        if len(header) <= HELPER_BYTES:
+            return form.read(header, model)
+        # The copy on its way.
+        seat.take(len(header))
+        return await self._helper.run(caller, form.read_values, bytes(header), model)
+
+    async def _rendered(self, caller: Caller, described: answer.Description) -> bytes:
+        """Return the JSON of an answer; many values are rendered by the helper process."""
+        if described.values <= HELPER_VALUES:
+            return answer.render(described.header)
+        return await self._helper.run(caller, answer.render, described.header)
 
     def _inputs(self, caller: Caller, asked: Form, tensors: memoryview, seat: Seat) -> dict[str, Array]:
         cuts = form.cut(asked, tensors)
@@ -77,7 +100,7 @@ class Inference:
             elif each.region is not None:
                 inputs[each.name] = self._shared(caller, each, each.region, seat)
             else:
-                inputs[each.name] = arrays.from_values(each.name, each.datatype, each.shape, each.values)
+                inputs[each.name] = form.array_of(each)
                 seat.take(each.size)
         return inputs
 

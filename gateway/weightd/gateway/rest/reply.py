@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from aiohttp import hdrs, web
 
+from weightd.gateway.arrays import to_json
 from weightd.gateway.codes import retry_after, status_of
 from weightd.gateway.seats import Seat
 from weightd.protocol.errors import RequestError, Unauthenticated
@@ -22,9 +22,6 @@ _COPIED_BYTES = 64 * 1024
 _PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Client Closed Request"}
 
 Piece = bytes | memoryview
-
-# Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
-to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Reply:

@@ -143,7 +143,7 @@ class RpcFront:
             config.receive_timeout,
             self.relay.peer,
         )
-        memory = Memory(gateway.regions, service.room)
+        memory = Memory(gateway.regions, service.room, gateway.helper)
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)
         told = (INFERENCE, HEALTH, REFLECTION, OLD_REFLECTION)
         return {

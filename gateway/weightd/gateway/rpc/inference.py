@@ -55,7 +55,7 @@ class Inference:
         }
 
     async def _single(self, call: Call, message: bytes) -> bytes:
-        what = asked(message, call, self._memory)
+        what = await asked(message, call, self._memory)
         return response(what, await self._service.infer(call.caller, what.question))
 
     async def _of_stream(self, calls: Calls, call: Call, message: bytes) -> bytes:
@@ -64,7 +64,7 @@ class Inference:
         try:
             with calls.seats.one(call.caller) as seat:
                 seat.take(len(message))
-                what = asked(message, call._replace(seat=seat), self._memory)
+                what = await asked(message, call._replace(seat=seat), self._memory)
                 answer = response(what, await self._service.infer(call.caller, what.question), final=True)
         except WeightdError as error:
             calls.note("ModelStreamInfer", call, begun, told(error))

@@ -10,6 +10,7 @@ from weightd.gateway import arrays
 from weightd.gateway.arrays import Array
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
+from weightd.gateway.helper import Helper
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Question
 from weightd.gateway.regions import Place, Regions
@@ -55,6 +56,9 @@ MOST_HEADER_BYTES = 16 * 1024 * 1024
 # Of one with more fields than requests have: two bytes of it may become a message of a hundred.
 MOST_ODD_BYTES = 1024 * 1024
 
+HELPER_BYTES = 16 * 1024
+"""A header that is longer is parsed by the helper process, as JSON is."""
+
 # Of a header that is remembered with what it means: a client sends the same again and again.
 _REMEMBERED_BYTES = 2048
 _REMEMBERED = 1024
@@ -66,10 +70,12 @@ class Memory(NamedTuple):
     Attributes:
         regions: what callers have registered.
         room: returns an array of so many bytes to read a tensor into.
+        helper: the process that parses many values.
     """
 
     regions: Regions
     room: Callable[[Caller, int], Any]
+    helper: Helper
 
 
 class Target(NamedTuple):
@@ -120,11 +126,11 @@ class Form(NamedTuple):
     regions: Mapping[str, Mapping[str, Any]]
     timeout: float | None
     priority: int | None
-    contents: Sequence[memoryview]
+    contents: Sequence[bytes]
     id: str
 
 
-def asked(message: bytes, call: Call, memory: Memory) -> Asked:
+async def asked(message: bytes, call: Call, memory: Memory) -> Asked:
     """Return what the bytes of a request ask.
 
     Raises:
@@ -135,10 +141,17 @@ def asked(message: bytes, call: Call, memory: Memory) -> Asked:
     """
     header, request_id, contents = cut(message)
     _check_header(len(header), MOST_ODD_BYTES if header is message else MOST_HEADER_BYTES)
-    form = _remembered(header) if len(header) <= _REMEMBERED_BYTES else _form(header)
+    if len(header) <= _REMEMBERED_BYTES:
+        form = _remembered(header)
+    elif len(header) <= HELPER_BYTES:
+        form = _form(header)
+    else:
+        # The copy on its way.
+        call.seat.take(len(header))
+        form = await memory.helper.run(call.caller, _form, header)
     question = Question(
         form.model,
-        _inputs(form, contents or form.contents, call, memory),
+        _inputs(form, contents or [memoryview(each) for each in form.contents], call, memory),
         form.outputs,
         parameters.earlier(form.timeout, call.left),
         form.priority,
@@ -171,7 +184,7 @@ def _form(header: bytes) -> Form:
         regions,
         parameters.timeout_of(given),
         parameters.priority_of(given),
-        [memoryview(each) for each in request.raw_input_contents],
+        [*request.raw_input_contents],
         _id(request.id.encode()),
     )
 

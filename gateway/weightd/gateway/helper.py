@@ -1,0 +1,184 @@
+"""A child process for work that would hold up the event loop: parsing and rendering of many values.
+
+The child starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while.
+Jobs wait in a queue of their own for each caller, and the callers take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from weightd.gateway.callers import Caller
+from weightd.protocol.errors import RequestError, Unavailable
+
+_log = logging.getLogger("weightd.gateway")
+
+T = TypeVar("T")
+
+# Seconds without a job after which the child exits.
+IDLE_S = 30.0
+
+# Before a message: the number of buffers beside the pickle; then the length of the pickle, and of each of them.
+COUNT = struct.Struct("=I")
+LENGTH = struct.Struct("=Q")
+
+
+class Failure(NamedTuple):
+    """The result of a job that raised an error."""
+
+    error: RequestError
+
+
+class _Job(NamedTuple):
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    result: asyncio.Future[Any]
+
+
+class Helper:
+    """Runs functions in a child process, one at a time.
+
+    Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
+    arguments is not copied on its way, and arrives as something with the buffer protocol.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str | Caller, collections.deque[_Job]] = OrderedDict()
+        self._worker: asyncio.Task[None] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None while there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def run(self, caller: Caller, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns.
+
+        Raises:
+            RequestError: the function raised it.
+            Unavailable: the child died, or the gateway stops.
+        """
+        if self._is_closed:
+            raise Unavailable("the gateway stops")
+        loop = asyncio.get_running_loop()
+        job = _Job(function, arguments, loop.create_future())
+        self._jobs.setdefault(caller.tenant or caller, collections.deque()).append(job)
+        if self._worker is None:
+            self._worker = loop.create_task(self._work())
+        result = await job.result
+        if isinstance(result, Failure):
+            raise result.error
+        return result  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """End the child; jobs end in `Unavailable`."""
+        self._is_closed = True
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.wait([self._worker])
+        for waiting in self._jobs.values():
+            for job in waiting:
+                if not job.result.done():
+                    job.result.set_result(Failure(Unavailable("the gateway stops")))
+        self._jobs.clear()
+        self._end()
+
+    async def _work(self) -> None:
+        try:
+            while self._jobs:
+                caller, waiting = self._jobs.popitem(last=False)
+                job = waiting.popleft()
+                if waiting:
+                    self._jobs[caller] = waiting
+                if not job.result.done():
+                    await self._do(job)
+        finally:
+            self._worker = None
+        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end)
+
+    async def _do(self, job: _Job) -> None:
+        try:
+            result = await self._answered(job)
+        except (OSError, EOFError) as error:
+            _log.warning("the helper process died: %s", str(error) or "it closed its connection")
+            self._end()
+            result = Failure(Unavailable("the gateway's helper process died during this request"))
+        except asyncio.CancelledError:
+            if not job.result.done():
+                job.result.set_result(Failure(Unavailable("the gateway stops")))
+            raise
+        if not job.result.done():
+            job.result.set_result(result)
+
+    async def _answered(self, job: _Job) -> Any:
+        loop = asyncio.get_running_loop()
+        channel = self._started()
+        for part in message((job.function, job.arguments)):
+            await loop.sock_sendall(channel, part)
+        count = COUNT.unpack(await _received(channel, COUNT.size))[0]
+        lengths = [LENGTH.unpack(await _received(channel, LENGTH.size))[0] for _ in range(count + 1)]
+        content, *buffers = [await _received(channel, each) for each in lengths]
+        # The child is this process's own, and runs no code but that of this package.
+        return pickle.loads(content, buffers=buffers)  # noqa: S301
+
+    def _started(self) -> socket.socket:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if self._channel is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", "weightd.gateway.helper_child", str(theirs.fileno())]
+                try:
+                    self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                except OSError:
+                    ours.close()
+                    raise
+            ours.setblocking(False)
+            self._channel = ours
+        return self._channel
+
+    def _end(self) -> None:
+        self._idle = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def message(content: object) -> Sequence[bytes | memoryview]:
+    """Return the parts of a message."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+    views = [each.raw() for each in buffers]
+    lengths = [LENGTH.pack(each) for each in (len(pickled), *map(len, views))]
+    return [b"".join((COUNT.pack(len(views)), *lengths, pickled)), *views]
+
+
+async def _received(channel: socket.socket, size: int) -> bytearray:
+    loop = asyncio.get_running_loop()
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        count = await loop.sock_recv_into(channel, view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return content

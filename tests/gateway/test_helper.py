@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from weightd.gateway import helper
+from weightd.gateway.callers import Caller
+from weightd.gateway.helper import Helper
+from weightd.gateway.rest import form
+from weightd.protocol.errors import Internal, InvalidArgument, Unavailable
+
+T = TypeVar("T")
+
+A, B, C = Caller("a", "token a"), Caller("b", "token b"), Caller(None, "token c")
+
+
+def with_helper(use: Callable[[Helper], Awaitable[T]]) -> T:
+    """Return what is made with a helper, within its loop."""
+
+    async def run() -> T:
+        made = Helper()
+        try:
+            return await use(made)
+        finally:
+            await made.close()
+
+    return asyncio.run(run())
+
+
+def test_a_function_runs_in_a_child_that_starts_when_it_is_needed() -> None:
+    async def use(helper: Helper) -> None:
+        before = helper.pid
+        pid = await helper.run(A, os.getpid)
+        assert (before, helper.pid) == (None, pid)
+        assert pid != os.getpid()
+        array = np.arange(1_000_000, dtype=np.float32)
+        assert np.array_equal(await helper.run(A, np.negative, array), -array)
+        assert await helper.run(B, len, pickle.PickleBuffer(bytes(1_000_000))) == 1_000_000
+
+    with_helper(use)
+
+
+def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
+    async def use(helper: Helper) -> None:
+        pid = await helper.run(A, os.getpid)
+        with pytest.raises(InvalidArgument, match="expected a map in JSON"):
+            await helper.run(A, form.parsed, b"[")
+        with pytest.raises(Internal, match="ZeroDivisionError"):
+            await helper.run(A, divmod, 1, 0)
+        assert await helper.run(A, os.getpid) == pid
+
+    with_helper(use)
+
+
+def test_callers_take_turns() -> None:
+    async def use(helper: Helper) -> list[int]:
+        done: list[int] = []
+
+        async def job(caller: Caller, number: int) -> None:
+            await helper.run(caller, abs, number)
+            done.append(number)
+
+        many = [job(A, number) for number in range(4)]
+        await asyncio.gather(*many, job(B, 10), job(B, 11), job(C, 20))
+        return done
+
+    assert with_helper(use) == [0, 10, 20, 1, 11, 2, 3]
+
+
+def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
+    async def use(helper: Helper) -> None:
+        pid = await helper.run(A, os.getpid)
+        with pytest.raises(Unavailable, match="helper process died"):
+            await helper.run(A, os.kill, pid, signal.SIGKILL)
+        assert await helper.run(A, os.getpid) not in (pid, None)
+
+    with_helper(use)
+
+
+def test_a_stop_of_the_service_ends_no_job() -> None:
+    async def use(helper: Helper) -> None:
+        pid = await helper.run(A, os.getpid)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            await helper.run(A, os.kill, pid, number)
+        assert await helper.run(A, os.getpid) == pid
+
+    with_helper(use)
+
+
+def test_a_job_that_nobody_waits_for_is_left_out() -> None:
+    async def use(helper: Helper) -> None:
+        first = asyncio.create_task(helper.run(A, os.getpid))
+        second = asyncio.create_task(helper.run(A, os._exit, 1))
+        await asyncio.sleep(0)
+        second.cancel()
+        assert await first == await helper.run(A, os.getpid)
+
+    with_helper(use)
+
+
+def test_the_child_exits_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper, "IDLE_S", 0.0)
+
+    async def use(helper: Helper) -> None:
+        pid = await helper.run(A, os.getpid)
+        while helper.pid is not None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert await helper.run(A, os.getpid) != pid
+
+    with_helper(use)
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_jobs_end_when_the_gateway_stops(*, starts: bool) -> None:
+    async def use(helper: Helper) -> None:
+        if starts:
+            await helper.run(A, os.getpid)
+        jobs = [asyncio.create_task(helper.run(caller, signal.pause)) for caller in (A, B)]
+        for _ in range(3 if starts else 1):
+            await asyncio.sleep(0)
+        await helper.close()
+        for job in jobs:
+            with pytest.raises(Unavailable, match="stops"):
+                await job
+        with pytest.raises(Unavailable, match="stops"):
+            await helper.run(A, os.getpid)
+
+    with_helper(use)
