@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 import statistics
 import subprocess
@@ -40,12 +42,16 @@ from benchmarks.material import (
 from benchmarks.report import Result, Target, percentile, progress, ratio
 from benchmarks.rounds import seconds_of
 from testkit import loads, models, users
+from testkit.gatewayprocess import GatewayProcess
 from testkit.loads import OK, WRONG, Asked
+from testkit.memory import pss_total
 from testkit.plain import PlainProcess
 from testkit.ports import free_ports
 from testkit.service import Service
 from testkit.users import User
 from weightd.client import Client, RequestError
+from weightd.gateway.rpc.inference import NAME as GRPC_SERVICE
+from weightd.gateway.rpc.messages import INFERENCE
 
 WORKERS = 1
 
@@ -104,6 +110,7 @@ class Fairness(Result):
         attack_after_p50_ratio: the largest ratio of B's p50 one second after an attack to its p50 before the attack.
         attack_failed: requests of B that failed or were refused during and after all attacks.
         attacks: B's latency before, during and one second after each attack.
+        gateway_mib: PSS of the gateway in MiB, likewise.
         seconds: p50 of B alone and beside A, of each part.
         spreads: quartiles of the ratios.
     """
@@ -132,6 +139,9 @@ class Fairness(Result):
     attack_failed: int | None = None
     attacks: Mapping[str, tuple[Moment, Moment, Moment]] = dataclasses.field(
         default_factory=dict[str, tuple["Moment", "Moment", "Moment"]]
+    )
+    gateway_mib: Mapping[str, tuple[float, float, float]] = dataclasses.field(
+        default_factory=dict[str, tuple[float, float, float]]
     )
     seconds: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
@@ -174,6 +184,11 @@ class Fairness(Result):
                 for when, each in zip(("alone", "during", "1 s after"), moments, strict=True)
             )
             rows.append((f"B, attack {name}", text))
+        for name, sizes in self.gateway_mib.items():
+            text = ", ".join(
+                f"{when} {each:.0f} MiB" for when, each in zip(("alone", "during", "1 s after"), sizes, strict=True)
+            )
+            rows.append((f"gateway, attack {name}", text))
         rows += [(f"shares {name}", f"{error:.1f} % off") for name, error in self.share_errors.items()]
         return rows
 
@@ -381,6 +396,80 @@ def _connection_storm(plan: _Plan) -> Found:
     return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
 
 
+def _gateway(plan: _Plan) -> Found:
+    """A floods the gateway over gRPC and HTTP, without a token but for the JSON; B asks it over both."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    memory: dict[str, tuple[float, float, float]] = {}
+    with (
+        _stage(plan, {TINY: {}}) as stage,
+        tempfile.TemporaryDirectory() as directory,
+        User(users.BOB, imports=("encodings.idna", "grpc")) as b,
+    ):
+        tokens = Path(directory, "tokens")
+        tokens.write_text("".join(f"{hashlib.sha256(name.encode()).hexdigest()} - {name}\n" for name in "ab"), "utf-8")
+        tables = {"gateway": {"tokens": str(tokens), "anonymous": ""}}
+        with GatewayProcess(Path(directory), stage.service.address, tables) as gateway:
+            ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
+            for name, load in _floods(ports).items():
+                for protocol, port in ports.items():
+                    asked = _asked_of_gateway(protocol, port, question)
+                    ask = functools.partial(b.do, loads.ask_gateway, asked)
+                    sizes: list[float] = []
+                    found = _attack_on(plan, stage, ask, load, functools.partial(_look, sizes, gateway.pid))
+                    attacks[f"{name}, B over {protocol}"] = found
+                    memory[f"{name}, B over {protocol}"] = sizes[0], sizes[1], sizes[2]
+    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.count for each in attacks.values())}
+
+
+def _floods(ports: Mapping[str, int]) -> Mapping[str, Sequence[Any]]:
+    """Return what A does to a gateway, by name."""
+    body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,1000000],"data":[' + 999_999 * b"0.125," + b"1]}]}"
+    lines = (
+        f"POST /v2/models/{TINY}/infer HTTP/1.1",
+        "Host: localhost",
+        "Authorization: Bearer a",
+        f"Content-Length: {len(body)}",
+    )
+    post = "\r\n".join((*lines, "\r\n")).encode() + body
+    floods: dict[str, Sequence[Any]] = {
+        f"gRPC {kind}": (loads.pour, ports["grpc"], loads.HTTP2 + begins, repeats)
+        for kind, (begins, repeats) in loads.HTTP2_FLOODS.items()
+    }
+    floods["JSON of a million values"] = (loads.pour, ports["http"], b"", post)
+    floods["connection storm, HTTP"] = (loads.reconnect, ("127.0.0.1", ports["http"]))
+    floods["connection storm, gRPC"] = (loads.reconnect, ("127.0.0.1", ports["grpc"]), loads.HTTP2)
+    return floods
+
+
+def _asked_of_gateway(protocol: str, port: int, question: _Question) -> loads.GatewayQuestion:
+    """Return a question to the gateway with binary tensors."""
+    bearer = {"authorization": "Bearer b"}
+    requests: list[bytes] = []
+    ends = [next(iter(answer.values())).tobytes() for answer in question.answers]
+    for inputs in question.inputs:
+        ((name, array),) = inputs.items()
+        if protocol == "grpc":
+            message = INFERENCE["ModelInferRequest"](model_name=question.model)
+            message.inputs.add(name=name, datatype="FP32", shape=array.shape)
+            message.raw_input_contents.append(array.tobytes())
+            requests.append(message.SerializeToString())
+        else:
+            given: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": array.shape}
+            given["parameters"] = {"binary_data_size": array.nbytes}
+            header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
+            bearer["Inference-Header-Content-Length"] = str(len(header))
+            requests.append(header + array.tobytes())
+    path = f"/v2/models/{question.model}/infer" if protocol == "http" else f"/{GRPC_SERVICE}/ModelInfer"
+    return loads.GatewayQuestion(protocol, port, path, bearer, requests, ends)
+
+
+def _look(sizes: list[float], pid: int) -> None:
+    """Append the PSS of a process and its children, in MiB."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
+    sizes.append(pss_total([pid, *map(int, children)]) / 2**20)
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -539,15 +628,29 @@ class Attack(NamedTuple):
 
 def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any]) -> Attack:
     """Measure B alone, while A runs `load`, and from one second after A has stopped."""
+    return _attack_on(plan, stage, lambda seconds: stage.asked(question, seconds), load)
+
+
+def _attack_on(
+    plan: _Plan,
+    stage: _Stage,
+    ask: Callable[[float], Asked],
+    load: Sequence[Any],
+    look: Callable[[], None] = lambda: None,
+) -> Attack:
+    """Do so with what B asks for so many seconds; `look` is called at the end of each phase."""
     seconds = 2 * plan.round_s
-    stage.asked(question, 0.2)
-    phases = [stage.asked(question, seconds)]
+    ask(0.2)
+    phases = [_checked(ask(seconds))]
+    look()
     stage.a.begin(*load)
     stage.a.heard()
-    phases.append(stage.asked(question, seconds))
+    phases.append(_checked(ask(seconds)))
+    look()
     progress(f"A: {stage.a.end()}")
     time.sleep(1.0)
-    phases.append(stage.asked(question, seconds))
+    phases.append(_checked(ask(seconds)))
+    look()
     if not all(each.seconds for each in phases):
         raise UnavailableError(f"fairness: B got no answers: {[each.outcomes for each in phases]}")
     before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)
@@ -621,6 +724,7 @@ PARTS: Mapping[str, Part] = {
     "storms": _storms,
     "connections": _connections,
     "connection-storm": _connection_storm,
+    "gateway": _gateway,
     "shares": _shares,
     "curve": _curve,
 }

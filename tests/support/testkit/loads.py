@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import resource
+import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter, deque
-from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -28,12 +30,31 @@ NOTHING: Mapping[str, Any] = {}
 OK = "OK"
 WRONG = "WRONG"
 
+# Seconds that an answer of a gateway may take.
+_ASKED_S = 30.0
+
 # Messages of a storm that are sent at once over a connection.
 _GUST = 16
 
 # The greeting of a ZMTP 3.0 client without security, see https://rfc.zeromq.org/spec/23, and its READY command.
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
 ZMTP_GREETING += b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+# The preface of HTTP/2 with empty SETTINGS.
+HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
+
+def http2_frame(kind: int, stream: int = 0, content: bytes = b"") -> bytes:
+    """Return a frame of HTTP/2 without flags."""
+    return len(content).to_bytes(3, "big") + bytes([kind, 0]) + stream.to_bytes(4, "big") + content
+
+
+# What a flood of each kind begins with after the preface, and repeats.
+HTTP2_FLOODS: Mapping[str, Tuple[bytes, bytes]] = {
+    "CONTINUATION": (http2_frame(1, 1, b"\x82\x87"), 64 * http2_frame(9, 1, b"\x40\x04name\x7f\x80\x07" + 1000 * b"v")),
+    "PING": (b"", 2000 * http2_frame(6, 0, bytes(8))),
+    "SETTINGS": (b"", 2000 * http2_frame(4, 0, b"\0\4\0\0\xff\xff")),
+}
 
 STORMS: Mapping[str, Callable[[str, str], Any]] = {
     "status": lambda id, _: Status(id),
@@ -270,6 +291,108 @@ def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) 
                 outcomes["connected"] += 1
             except OSError as error:
                 outcomes[type(error).__name__] += 1
+
+
+class GatewayQuestion(NamedTuple):
+    """A request to a gateway, as bytes.
+
+    Attributes:
+        protocol: "http" or "grpc".
+        port: of the gateway on this host.
+        path: of the method.
+        headers: of HTTP, or the metadata of gRPC.
+        requests: the bodies, which are asked in turn.
+        ends: how the answer to each of them ends.
+    """
+
+    protocol: str
+    port: int
+    path: str
+    headers: Dict[str, str]
+    requests: Sequence[bytes]
+    ends: Sequence[bytes]
+
+
+def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> Asked:
+    """Ask a gateway one request at a time for so long, over one connection."""
+    took: List[float] = []
+    outcomes: Counter[str] = Counter()
+    with contextlib.ExitStack() as stack:
+        send = _sender(question, stack)
+        send(question.requests[0])
+        begin = time.perf_counter()
+        number = 0
+        while time.perf_counter() - begin < seconds:
+            index = number % len(question.requests)
+            number += 1
+            sent = time.perf_counter()
+            try:
+                code, answer = send(question.requests[index])
+            except Exception as error:  # noqa: BLE001 - each library has its own
+                outcomes[type(error).__name__] += 1
+                continue
+            if code != OK:
+                outcomes[code] += 1
+                continue
+            took.append(time.perf_counter() - sent)
+            outcomes[OK if answer.endswith(question.ends[index]) else WRONG] += 1
+    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+
+
+def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[[bytes], Tuple[str, bytes]]:
+    """Return what sends a request, and returns the code and the content of the answer."""
+    if question.protocol == "grpc":
+        import grpc
+
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{question.port}"))
+        call: Any = channel.unary_unary(question.path)
+        metadata = tuple(question.headers.items())
+        return lambda request: (OK, call(request, metadata=metadata, timeout=_ASKED_S))
+    connection = http.client.HTTPConnection("127.0.0.1", question.port, timeout=_ASKED_S)
+    stack.callback(connection.close)
+
+    def send(request: bytes) -> Tuple[str, bytes]:
+        connection.request("POST", question.path, request, question.headers)
+        response = connection.getresponse()
+        answer = response.read()
+        return OK if response.status == 200 else str(response.status), answer
+
+    return send
+
+
+def pour(hands: Hands, port: int, begins: bytes, repeats: bytes, connections: int = 2) -> Dict[str, int]:
+    """Send the same bytes again and again over some connections to a port of this host until told to stop.
+
+    Each connection begins with `begins`; one that is closed is followed by another. What is answered is read, and not
+    looked at. Return how many connections and megabytes there were.
+    """
+    counts: Counter[str] = Counter()
+    threads = [threading.Thread(target=_pour, args=(hands, port, begins, repeats, counts)) for _ in range(connections)]
+    for thread in threads:
+        thread.start()
+    hands.tell("begun")
+    for thread in threads:
+        thread.join()
+    return {"connections": counts["connections"], "megabytes": counts["bytes"] // 1_000_000}
+
+
+def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counter[str]) -> None:
+    while not hands.stopping.is_set():
+        with contextlib.suppress(OSError), socket.socket() as peer:
+            peer.settimeout(1.0)
+            peer.connect(("127.0.0.1", port))
+            counts["connections"] += 1
+            peer.sendall(begins)
+            peer.setblocking(False)
+            view = memoryview(repeats)
+            while not hands.stopping.is_set():
+                readable, writable, _ = select.select([peer], [peer], [], 0.1)
+                if readable and not peer.recv(1 << 16):
+                    break
+                if writable:
+                    sent = peer.send(view)
+                    counts["bytes"] += sent
+                    view = view[sent:] or memoryview(repeats)
 
 
 def _framed(message: Any) -> bytes:
