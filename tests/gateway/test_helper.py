@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import pickle
 import signal
+import weakref
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -57,6 +60,29 @@ def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
         assert await helper.run(A, os.getpid) == pid
 
     with_helper(use)
+
+
+def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
+    async def failing(helper: Helper, array: np.ndarray[Any, Any]) -> None:
+        await helper.run(A, divmod, array, "text")
+
+    async def use(helper: Helper) -> None:
+        array = np.zeros(1000)
+        kept = weakref.ref(array)
+        job = failing(helper, array)
+        del array
+        with contextlib.suppress(Internal):
+            await job
+        del job
+        # The next job makes the helper forget the last one.
+        await helper.run(A, os.getpid)
+        assert kept() is None
+
+    gc.disable()
+    try:
+        with_helper(use)
+    finally:
+        gc.enable()
 
 
 def test_callers_take_turns() -> None:

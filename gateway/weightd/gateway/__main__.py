@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parser().parse_args(arguments)
     leave_out_memory()
-    heap.limit_arenas()
+    heap.set_up()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
     manager = Manager(os.environ)

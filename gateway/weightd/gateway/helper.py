@@ -81,7 +81,11 @@ class Helper:
             self._worker = loop.create_task(self._work())
         result = await job.result
         if isinstance(result, Failure):
-            raise result.error
+            try:
+                raise result.error
+            finally:
+                # The error refers to this frame, and to those of its callers, which have the body of a request.
+                del result, job
         return result  # type: ignore[no-any-return]
 
     async def close(self) -> None:

@@ -105,9 +105,13 @@ async def _answered(asked: Awaitable[T]) -> T:
         return await asked
     except WeightdError as error:
         wanted = told(error)
-        if wanted is error:
-            raise
-        raise wanted from error
+        try:
+            if wanted is error:
+                raise
+            raise wanted from error
+        finally:
+            # The error refers to this frame, and to those of its callers, which have the body of a request.
+            del wanted
 
 
 class _Latest(Generic[T]):

@@ -54,9 +54,9 @@ class Inference:
         with self._service.seats.one(caller) as seat:
             length = _header_length(request)
             connection.reads(request.content)
-            content = await body.read(
-                request, seat, self._most_bytes, partial(self._service.room, caller), lead=length or 0
-            )
+            # Memory that the workers see is kept for the next request: only tensors are worth it.
+            room = bytearray if length is None else partial(self._service.room, caller)
+            content = await body.read(request, seat, self._most_bytes, room, lead=length or 0)
             connection.enter(Phase.ANSWER)
             header, tensors = _cut(content, length)
             asked = await self._read(caller, header, model, seat)
