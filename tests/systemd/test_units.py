@@ -25,6 +25,7 @@ OPEN = {
     "PrivateUsers",
     "ProcSubset",
     "RestrictAddressFamilies_AF_INET_INET6",
+    "RestrictAddressFamilies_AF_NETLINK",  # the gateway asks which user of this host connects by TCP
     "RestrictAddressFamilies_AF_UNIX",
     "RootDirectoryOrRootImage",
     "SystemCallFilter_resources",  # some of them

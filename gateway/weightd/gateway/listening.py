@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from weightd.gateway.admission import Admission
 from weightd.gateway.config.places import Place
@@ -199,6 +200,6 @@ def tls(config: GatewayConfig) -> ssl.SSLContext | None:
 
 def common_name(transport: asyncio.BaseTransport) -> str | None:
     """Return the common name of the certificate of the other end, which TLS has verified; None without one."""
-    certificate = transport.get_extra_info("peercert") or {}
+    certificate: dict[str, Any] = transport.get_extra_info("peercert") or {}
     names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
     return str(names[0]) if names else None

@@ -248,7 +248,11 @@ def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
     fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = [Peer("host 10.0.0.1")] * 30 + [Peer("host 10.0.0.2")]
-    monkeypatch.setattr(Peers, "of", lambda *_: peers.pop(0))
+
+    def of(self: Peers, connection: socket.socket) -> Peer:
+        return peers.pop(0)
+
+    monkeypatch.setattr(Peers, "of", of)
     with HttpGateway(fake.address, {"gateway": {"max_connection_rate": 1e-3}}) as gateway:
         assert gateway.ask("GET", "/v2/health/live")[0] == 200
         status, answer, headers = gateway.ask("GET", "/v2/health/live")

@@ -344,8 +344,8 @@ def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[
     if question.protocol == "grpc":
         import grpc
 
-        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{question.port}"))
-        call: Any = channel.unary_unary(question.path)
+        channel: Any = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{question.port}"))
+        call = channel.unary_unary(question.path)
         metadata = tuple(question.headers.items())
         return lambda request: (OK, call(request, metadata=metadata, timeout=_ASKED_S))
     connection = http.client.HTTPConnection("127.0.0.1", question.port, timeout=_ASKED_S)

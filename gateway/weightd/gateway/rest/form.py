@@ -8,7 +8,7 @@ import gc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeGuard, cast
 
 import numpy as np
 
@@ -131,9 +131,14 @@ def array_of(given: InputForm) -> arrays.Array:
     Raises:
         InvalidArgument: its datatype or shape cannot hold them.
     """
-    if isinstance(given.values, np.ndarray):
-        return given.values
-    return arrays.from_values(given.name, given.datatype, given.shape, given.values)
+    values = given.values
+    if _is_array(values):
+        return values
+    return arrays.from_values(given.name, given.datatype, given.shape, values)
+
+
+def _is_array(values: object) -> TypeGuard[arrays.Array]:
+    return isinstance(values, np.ndarray)
 
 
 def _read(header: bytes, model: str) -> Form:

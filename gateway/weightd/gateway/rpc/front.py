@@ -98,7 +98,10 @@ class RpcFront:
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
-        self._server.add_insecure_port(f"unix:{inner}")
+        try:
+            self._server.add_insecure_port(f"unix:{inner}")
+        except RuntimeError:
+            raise OSError(f"gRPC's library cannot listen at {inner}: expected a short path (TMPDIR)") from None
         tls = listening.tls(config)
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
