@@ -34,7 +34,7 @@ _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 # Of the kernel for what a client sends and nobody has read, and for what it does not read: by itself the kernel keeps
 # several megabytes of each connection. It doubles this number, for its own needs.
-BUFFER_BYTES = 128 * 1024
+BUFFER_BYTES = 208 * 1024
 
 # Between two lines of the log about refused connections of one peer.
 _QUIET_S = 10.0

@@ -146,6 +146,7 @@ class Connection(RequestHandler):
         self._body: Any = None
         # What has been received and not been parsed yet.
         self._unparsed = bytearray()
+        self._whole = b""
         self._is_queued = False
         self._is_held = False
         self._is_resuming = False
@@ -167,9 +168,17 @@ class Connection(RequestHandler):
             super().data_received(data)
         elif self.phase is Phase.IDLE:
             self.enter(Phase.HEADER)
-        self._unparsed += data
-        if self._unparsed and not self._is_queued:
+        if data and not self._unparsed and not self._is_queued and len(data) <= self._piece.size:
+            # What is not cut is not copied either.
+            self._whole = data
             self._queue()
+            if self._whole:
+                self._unparsed += self._whole
+                self._whole = b""
+        else:
+            self._unparsed += data
+            if self._unparsed and not self._is_queued:
+                self._queue()
         if self._unparsed:
             self._hold()
 
@@ -198,9 +207,12 @@ class Connection(RequestHandler):
         self._is_queued = False
         if self.transport is None or self._reading_paused:
             return
-        size = self._piece.size
-        piece = bytes(memoryview(self._unparsed)[:size])
-        del self._unparsed[:size]
+        if self._whole:
+            piece, self._whole = self._whole, b""
+        else:
+            size = self._piece.size
+            piece = bytes(memoryview(self._unparsed)[:size])
+            del self._unparsed[:size]
         begun = time.thread_time()
         super().data_received(piece)
         self._piece.took(len(piece), time.thread_time() - begun)

@@ -5,7 +5,9 @@ Only the 9 bytes before each frame are read: its length, type and flags (RFC 911
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import struct
+from collections.abc import Iterable, Iterator
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES = 9
@@ -24,6 +26,10 @@ _NAMES = (
     "CONTINUATION",
 )
 _END_HEADERS = 0x4
+_HEAD = struct.Struct("3sBB4x")
+
+# Frames that are read before the first of them is looked at.
+MOST_AT_ONCE = 64
 _ENHANCE_YOUR_CALM = 0xB
 
 MOST_HEADER_BYTES = 64 * 1024
@@ -71,8 +77,28 @@ class Heads:
         """Whether the next byte begins a frame."""
         return not self._head and not self._payload_left
 
-    def feed(self, data: bytes, position: int = 0) -> Iterator[tuple[int, int, int]]:
-        """Yield type, flags and length of each frame whose head ends in `data[position:]`."""
+    def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int]]:
+        """Return type, flags and length of each frame whose head ends in `data[position:]`, up to a limit.
+
+        More than `MOST_AT_ONCE` frames come one by one, so that the caller may leave.
+        """
+        end = len(data)
+        if not self._head:
+            # Most often the bytes are whole frames.
+            found: list[tuple[int, int, int]] = []
+            position += self._payload_left
+            while position + HEAD_BYTES <= end and len(found) < MOST_AT_ONCE:
+                size, kind, flags = _HEAD.unpack_from(data, position)
+                length = size[0] << 16 | size[1] << 8 | size[2]
+                found.append((kind, flags, length))
+                position += HEAD_BYTES + length
+            self._payload_left = max(0, position - end)
+            if position >= end:
+                return found
+            return itertools.chain(found, self._rest(data, position))
+        return self._rest(data, position)
+
+    def _rest(self, data: bytes, position: int) -> Iterator[tuple[int, int, int]]:
         end = len(data)
         while position < end:
             if self._payload_left:
