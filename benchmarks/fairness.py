@@ -68,6 +68,7 @@ LARGE_BYTES = 8 * 1024 * 1024
 LONG_ROWS = 1024
 MAX_ROWS = 16  # of a request of A's, where there are tenants
 CONNECTIONS = 3000
+SHARED_BYTES = 600_000  # of an array that goes through shared memory
 POISON_WORKERS = 3
 POISON_S = 8.0
 QUICK_POISON_S = 4.0
@@ -468,6 +469,12 @@ def _look(sizes: list[float], pid: int) -> None:
     """Append the PSS of a process and its children, in MiB."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
     sizes.append(pss_total([pid, *map(int, children)]) / 2**20)
+def _descriptors(plan: _Plan) -> Found:
+    """A sends descriptors whose close waits; B's arrays go through shared memory, whose descriptors B sends."""
+    question = _question(LARGEST, plan, SHARED_BYTES // 4)
+    with _stage(plan, {LARGEST: {}}) as stage:
+        attack = _attack(plan, stage, question, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
+    return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.count}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -639,6 +646,11 @@ def _attack_on(
     look: Callable[[], None] = lambda: None,
 ) -> Attack:
     """Do so with what B asks for so many seconds; `look` is called at the end of each phase."""
+def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], *, renew: bool = False) -> Attack:
+    """Measure B alone, while A runs `load`, and from one second after A has stopped.
+
+    With `renew` B connects again once the attack has begun.
+    """
     seconds = 2 * plan.round_s
     ask(0.2)
     phases = [_checked(ask(seconds))]
@@ -647,6 +659,9 @@ def _attack_on(
     stage.a.heard()
     phases.append(_checked(ask(seconds)))
     look()
+    if renew:
+        stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
+    phases.append(stage.asked(question, seconds))
     progress(f"A: {stage.a.end()}")
     time.sleep(1.0)
     phases.append(_checked(ask(seconds)))
@@ -725,6 +740,7 @@ PARTS: Mapping[str, Part] = {
     "connections": _connections,
     "connection-storm": _connection_storm,
     "gateway": _gateway,
+    "descriptors": _descriptors,
     "shares": _shares,
     "curve": _curve,
 }

@@ -7,15 +7,17 @@ import fcntl
 import mmap
 import os
 import re
+import socket
 import tempfile
 from pathlib import Path
-from typing import Callable, Dict
+from typing import Any, Callable, Dict
 
 import pytest
 
 from weightd.shared import memfd
 
 _SHRINK, _GROW, _SEAL_WRITE = 2, 4, 8
+_O_PATH = 0o10000000
 _CLOEXEC, _ALLOW_SEALING, _HUGETLB = 1, 2, 4
 
 
@@ -84,4 +86,43 @@ def test_anything_else_is_refused(why: str) -> None:
         with pytest.raises(memfd.NotShareable, match=re.escape(why)):
             memfd.size(descriptor)
     finally:
+        os.close(descriptor)
+
+
+def _path_of_memory() -> int:
+    descriptor = memfd.create(4096)
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | _O_PATH)
+    finally:
+        os.close(descriptor)
+
+
+def _system_call(number: int, *arguments: Any) -> int:
+    descriptor: int = ctypes.CDLL(None).syscall(number, *arguments)
+    if descriptor < 0:
+        pytest.skip(f"this process may not use system call {number}")
+    return descriptor
+
+
+NO_MEMORY: Dict[str, Callable[[], int]] = {
+    "pipe": _pipe,
+    "path": _path_of_memory,
+    "directory": lambda: os.open("/", os.O_RDONLY),
+    "epoll": lambda: _system_call(291, 0),
+    "socket": lambda: socket.socket().detach(),
+    "pidfd": lambda: _system_call(434, os.getpid(), 0),
+    "io_uring": lambda: _system_call(425, 1, (ctypes.c_uint32 * 30)()),
+}
+
+
+@pytest.mark.parametrize("kind", NO_MEMORY)
+def test_a_descriptor_of_something_else_is_no_memory(kind: str) -> None:
+    descriptor = NO_MEMORY[kind]()
+    assert not memfd.is_memory(descriptor)
+    os.close(descriptor)
+
+
+def test_memory_is_memory_with_and_without_seals() -> None:
+    for descriptor in (memfd.create(1), _plain()):
+        assert memfd.is_memory(descriptor)
         os.close(descriptor)

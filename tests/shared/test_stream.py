@@ -241,3 +241,19 @@ def test_descriptors_without_end_end_the_connection(ends: Tuple[Stream, Stream])
         sender.connection.sendmsg([head(FRAMES)[position : position + 1]], rights)
     with pytest.raises(RemoteProtocolError, match="descriptors"):
         read_on(receiver)
+
+
+def test_as_many_descriptors_as_the_kernel_passes_are_received_and_not_closed_in_the_read(
+    ends: Tuple[Stream, Stream],
+) -> None:
+    sender, receiver = ends
+    sender.connection.send(head([bytes(200_000)]) + b"a large frame begins")
+    receiver.receive()
+    for count in (1, 253):
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * count))]
+        sender.connection.sendmsg([bytes(1000)], rights)
+    receiver.receive()
+    assert len(receiver.descriptors) == 1
+    with pytest.raises(RemoteProtocolError, match="descriptors"):
+        receiver.receive()
+    assert len(receiver.descriptors) == 254

@@ -18,6 +18,7 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.running import Running
 from weightd.daemon.clients.access import Access
+from weightd.daemon.clients.closing import INTERRUPT
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Gates, Lock
@@ -183,7 +184,7 @@ class Server:
         allow_descriptors()
         check_threads(_ZEROMQ_THREADS)
         kept = self._manager.there
-        numbers = [signal.SIGTERM, signal.SIGINT]
+        numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
         # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
         if self._file is not None or ends_on_hangup():
             numbers.append(signal.SIGHUP)
@@ -441,6 +442,9 @@ class Server:
     def _on_signals(self, numbers: bytes) -> None:
         now = clock.now()
         for number in numbers:
+            if number == INTERRUPT:
+                # It was for a thread, whose system call has ended by now.
+                continue
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP:
                 self._on_hangup(now)

@@ -52,6 +52,15 @@ def create(nbytes: int, name: str = "weightd") -> int:
     return descriptor
 
 
+def is_memory(descriptor: int) -> bool:
+    """Return whether a descriptor is a memfd or another file in memory; no file system of a user is asked for that."""
+    try:
+        fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
 def size(descriptor: int) -> int:
     """Return the size of the memory that somebody else has sent, once it is sure that it stays so.
 

@@ -24,7 +24,10 @@ _JOINED_BYTES = 16 * 1024
 
 # Descriptors that wait to be taken: a message may bring one.
 _MAX_DESCRIPTORS = 4
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+
+# Room for as many as the kernel passes at once (SCM_MAX_FD): the kernel would close those beyond it before the read
+# returns, and a close may wait for as long as the peer likes.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 def keep_much(connection: socket.socket) -> None:
@@ -193,7 +196,14 @@ class Stream:
 
     def _receive_in_place(self, incoming: Incoming) -> List[Message]:
         """Read a part of a large frame to where it stays."""
-        count = self.connection.recv_into(incoming.target())
+        if self._takes_descriptors:
+            count, ancillary, _, _ = self.connection.recvmsg_into(
+                [incoming.target()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+            if ancillary:
+                self._take(ancillary)
+        else:
+            count = self.connection.recv_into(incoming.target())
         if not count:
             raise ConnectionResetError("the peer has gone")
         return incoming.filled(count)

@@ -1,45 +1,95 @@
-"""A close that waits for somebody holds nobody up."""
+"""A close that waits, or fails, holds up nobody but the user who has sent the descriptor."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import signal
+import socket
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
 
+from testkit.lingering import lingering
 from testkit.waiting import until
-from weightd.daemon.clients.closing import Closing
+from weightd.daemon.clients.closing import INTERRUPT, MAX_WAITING, Closing
 
 
-def test_what_hangs_holds_up_only_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    hangs, closed, really = threading.Event(), threading.Semaphore(0), os.close
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, really = threading.Event(), os.close
 
     def close(descriptor: int) -> None:
-        hangs.wait()
+        if descriptor == waits:
+            goes_on.wait()
         really(descriptor)
-        closed.release()
 
     monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
     closing = Closing()
+    waits, *behind = (os.dup(0) for _ in range(64))
+    closing.close("a", waits)
+    for descriptor in behind[1:]:
+        closing.close("a", descriptor)
+    assert not closing.is_behind("a")
+    closing.close("a", behind[0])
+    assert (closing.is_behind("a"), closing.is_behind("b")) == (True, False)
+    of_another = os.dup(0)
+    closing.close("b", of_another)
+    until(lambda: not is_open(of_another), "the descriptor of another user is closed")
+    assert closing.is_behind("a")
+    goes_on.set()
+    until(lambda: not any(map(is_open, (waits, *behind))), "all are closed")
+    until(lambda: not closing.is_behind("a"), "no more descriptors wait")
 
-    def is_behind() -> bool:
-        return closing.is_behind
 
-    descriptors = [os.dup(0) for _ in range(64)]
-    for descriptor in descriptors[1:]:
-        closing.close(descriptor)
-    assert not is_behind()
-    closing.close(descriptors[0])
-    assert is_behind()
-    hangs.set()
-    for _ in descriptors:
-        assert closed.acquire(timeout=10)
-    for descriptor in descriptors:
-        with pytest.raises(OSError, match="Bad file"):
-            os.fstat(descriptor)
-    closing.close(os.dup(0))
-    assert closed.acquire(timeout=10)
+def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+
+    def close(descriptor: int) -> None:
+        closed.append(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    closing = Closing()
+    for descriptor in range(1000, 1200):
+        closing.close("a", descriptor)
+    until(lambda: closed == [*range(1000, 1200)], "the thread goes on")
+    until(lambda: not closing.is_behind("a"), "no more descriptors wait")
+
+
+@pytest.mark.parametrize("via", ["descriptor", "connection"])
+def test_a_socket_that_lingers_does_not_hold_up_the_caller(via: str) -> None:
+    closing = Closing()
+    ours, theirs = lingering()
+    begin = time.monotonic()
+    if via == "descriptor":
+        closing.close("a", ours.detach())
+    else:
+        # It is among the data that the daemon has not read when it closes the connection.
+        end, client = socket.socketpair()
+        socket.send_fds(client, [b"x"], [ours.fileno()])
+        ours.close()
+        closing.close_socket("a", end)
+        client.close()
+    # The close takes 30 s, unless its peer goes.
+    assert time.monotonic() - begin < 3
+    theirs.close()
+    until(lambda: not closing.is_behind("a") and not _has_thread(), "the socket is closed")
+
+
+def _has_thread() -> bool:
+    return any(each.name == "closing" for each in threading.enumerate())
 
 
 def test_without_a_thread_descriptors_wait_until_there_is_one(
@@ -51,12 +101,90 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
     with monkeypatch.context() as patched:
         patched.setattr("weightd.daemon.clients.closing.threading.Thread.start", refused)
         for descriptor in descriptors:
-            closing.close(descriptor)
-        assert closing.is_behind
+            closing.close("a", descriptor)
+        assert closing.is_behind("a")
     assert caplog.text.count("the limit of processes and threads is reached") == 1
     # Nobody closes another one: who looks whether it is behind has the thread started.
-    assert closing.is_behind
-    until(lambda: not closing.is_behind, "they are closed")
+    assert closing.is_behind("a")
+    until(lambda: not closing.is_behind("a"), "they are closed")
     for descriptor in descriptors[:1]:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(descriptor)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    before = signal.signal(INTERRUPT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(INTERRUPT, before)
+
+
+def unread(*descriptors: int) -> socket.socket:
+    """Return a socket whose peer has sent these descriptors, which nobody has read, and has gone."""
+    end, client = socket.socketpair()
+    client.send(b"before")
+    for descriptor in descriptors:
+        socket.send_fds(client, [b"x"], [descriptor])
+    client.close()
+    return end
+
+
+@pytest.mark.parametrize("via", ["descriptor", "connection"])
+def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(via: str) -> None:
+    closing = Closing()
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack, interruptible():
+        for number in range(MAX_WAITING + 5):
+            ours, theirs = lingering()
+            stack.enter_context(theirs)
+            if via == "descriptor":
+                closing.close("a", ours.detach())
+            else:
+                end = unread(ours.fileno())
+                ours.close()
+                closing.close_socket("a", end)
+            if number < MAX_WAITING - 1:
+                assert not closing.is_behind("a")
+            until(lambda: not closing.is_behind("a"), "an earlier close is interrupted")
+        # Each close takes 30 s, unless its peer goes.
+        assert time.monotonic() - begin < 15
+    until(lambda: not _has_thread(), "all are closed")
+
+
+@pytest.mark.parametrize("says", [[], [b"x"], [bytes(100_000), bytes(50_000)]], ids=len)
+def test_a_connection_whose_unread_data_have_no_descriptors_is_closed_at_once(says: Sequence[bytes]) -> None:
+    end, client = socket.socketpair()
+    for each in says:
+        client.send(each)
+    number = end.fileno()
+    Closing().close_socket("a", end)
+    assert not is_open(number)
+    assert not _has_thread()
+    with contextlib.suppress(ConnectionResetError):
+        assert client.recv(1) == b""
+    client.close()
+
+
+def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, really, stuck = threading.Event(), os.close, {os.dup(0), os.dup(0)}
+
+    def close(descriptor: int) -> None:
+        if descriptor in stuck:
+            goes_on.wait()
+        really(descriptor)
+
+    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    monkeypatch.setattr("weightd.daemon.clients.closing._MAX_THREADS", 2)
+    closing = Closing()
+    waits = {f"user {number}": os.dup(0) for number in range(5)}
+    for number, descriptor in enumerate([*stuck]):
+        closing.close(f"stuck {number}", descriptor)
+    for user, descriptor in waits.items():
+        closing.close(user, descriptor)
+    assert sum(each.name == "closing" for each in threading.enumerate()) == 2
+    assert all(map(is_open, waits.values()))
+    goes_on.set()
+    until(lambda: not any(map(is_open, (*stuck, *waits.values()))), "all are closed")
+    until(lambda: not _has_thread(), "the threads end")

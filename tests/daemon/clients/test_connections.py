@@ -27,6 +27,7 @@ from weightd.daemon.tenants.directory import Proof
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.framing import Message, head
+from weightd.shared import memfd
 from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
@@ -369,21 +370,40 @@ def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
 
 def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_MOST_EXPECTANT", 2)
+    memory = memfd.create(1)
+    hall.stack.callback(os.close, memory)
     slow = [hall.come(SOMEBODY._replace(is_near=True)) for _ in range(3)]
     for each in slow[:2]:
-        socket.send_fds(each, [b"\1"], [0])
+        socket.send_fds(each, [b"\1"], [memory])
         hall.until(lambda: any(one.stream.descriptors for one in [*hall.connections]))
     hall.loop.wait(0)
     slow[0].send(bytes(3) + b"\1\0\0\0a")
     hall.until(lambda: hall.messages)
-    socket.send_fds(slow[2], [b"\1"], [0])
+    socket.send_fds(slow[2], [b"\1"], [memory])
     hall.until(lambda: [*hall.connections][2].stream.descriptors)
     hall.loop.wait(0)
     assert not hall.gone
     late = hall.come(SOMEBODY._replace(is_near=True))
-    socket.send_fds(late, [b"\1"], [0])
+    socket.send_fds(late, [b"\1"], [memory])
     hall.until(lambda: hall.gone)
     assert len(hall.keys) == 3
+
+
+def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_no_other(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_MOST_EXPECTANT", 2)
+    memory = memfd.create(1)
+    hall.stack.callback(os.close, memory)
+    modest = Identity(Origin("process 2 of uid 8", "uid 8"), is_near=True)
+    for identity in (SOMEBODY._replace(is_near=True), SOMEBODY._replace(is_near=True), modest):
+        client = hall.come(identity)
+        socket.send_fds(client, [b"\1"], [memory])
+        hall.until(lambda: [*hall.connections][-1].stream.descriptors or hall.gone)
+        hall.loop.wait(0)
+    hall.until(lambda: hall.gone)
+    assert [each.user for each in hall.gone] == [SOMEBODY.origin.far]
+    assert [each.user for each in hall.connections] == [SOMEBODY.origin.far, "uid 8"]
 
 
 def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from testkit.lingering import lingering
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Identity
 from weightd.daemon.clients.frontend import Daemon, Frontend
@@ -23,6 +25,7 @@ from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument
+from weightd.protocol.framing import head
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.data import (
     Error,
@@ -220,12 +223,16 @@ def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world
     "message", [encode(Register("1")), encode(Unregister("1", "x")), [b"junk"]], ids=["register", "unregister", "junk"]
 )
 def test_what_is_no_memory_is_closed_and_holds_nobody_up(world: World, message: Sequence[bytes]) -> None:
-    client, other = world.client(), world.client()
+    other = world.client()
     reader, writer = os.pipe()
     before = world.descriptors()
-    for _ in range(30):
+    for _ in range(5):
+        client = world.client()
         client.send(message, [writer])
-        world.loop.wait(0.05)
+        assert world.refusal(client).startswith("INVALID_ARGUMENT: descriptors: expected a memfd, got a descriptor of")
+        with pytest.raises(ConnectionError):
+            world.until(client.receive)
+        client.close()
     region = world.register(other)
     world.ask(other, InputPlace(0, region, 0))
     world.until(lambda: world.waiting)
@@ -233,6 +240,27 @@ def test_what_is_no_memory_is_closed_and_holds_nobody_up(world: World, message: 
     world.until(lambda: world.descriptors() == before + 1)
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("where", ["alone", "after 252 others", "within a large frame", "after the end"])
+def test_a_socket_that_lingers_holds_nobody_up_wherever_it_comes(world: World, where: str) -> None:
+    client, other = world.client(), world.client("uid 2")
+    ours, theirs = lingering()
+    begin = time.monotonic()
+    with theirs:
+        if where == "within a large frame":
+            client.connection.send(head([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
+            world.until(lambda: world.frontend.room.held)
+        if where == "after the end":
+            client.connection.send(b"GET / HTTP/1.1\r\n")
+        others = 252 * [0] if where == "after 252 others" else []
+        socket.send_fds(client.connection, [bytes(1000)], [*others, ours.fileno()])
+        ours.close()
+        with pytest.raises(ConnectionError):
+            world.until(lambda: client.receive() and False)
+        world.register(other)
+        # Its close takes 30 s, unless its peer goes.
+        assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize("count", [2, 4, 9])
@@ -249,8 +277,9 @@ def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
 
 
 def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.closing.Closing.is_behind", True)
+    monkeypatch.setattr("weightd.daemon.clients.closing.Closing.is_behind", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])
+    assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)
     with pytest.raises(ConnectionError):
         world.until(client.receive)

@@ -209,6 +209,20 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     assert {identity.key for _, identity in daemon.lanes.values()} >= {other.decode()}
 
 
+def test_a_listener_takes_no_descriptors(serve: Callable[..., Daemon], address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.getsockopt(socket.SOL_SOCKET, 83)
+        except OSError:
+            pytest.skip("SO_PASSRIGHTS needs Linux 6.16")
+        serve()
+        client.connect(address.removeprefix("ipc://"))
+        client.settimeout(LIMIT_MS / 1000)
+        assert client.recv(1) == b"\xff"
+        with pytest.raises(PermissionError):
+            socket.send_fds(client, [b"\xff"], [0])
+
+
 def test_who_goes_is_gone_for_the_daemon_and_whom_it_ends_is_hung_up_after_its_last_words(
     serve: Callable[..., Daemon], connect: Callable[..., Socket]
 ) -> None:

@@ -49,7 +49,7 @@ def places(registry: Registry, client: bytes, region: str, offset: int, room: in
 def open_descriptors(registry: Registry) -> int:
     gc.collect()
     while registry.closed:
-        os.close(registry.closed.pop()[1])
+        os.close(registry.closed.pop()[2])
     return len([*Path("/proc/self/fd").iterdir()])
 
 
@@ -169,7 +169,7 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     number = memory.number
     assert registry.closed == []
     del named, memory
-    assert [each for each, _ in registry.closed] == [number]
+    assert [each for each, _, _ in registry.closed] == [number]
     registry.register(b"a2", other)
     assert open_descriptors(registry) == before + 1
 

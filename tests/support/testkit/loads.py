@@ -12,9 +12,12 @@ import threading
 import time
 from collections import Counter, deque
 from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
+from testkit.lingering import lingering
 from testkit.users_child import Hands
 from weightd.client import Pending, RequestError
 from weightd.protocol.codec import encode
@@ -393,6 +396,34 @@ def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counte
                     sent = peer.send(view)
                     counts["bytes"] += sent
                     view = view[sent:] or memoryview(repeats)
+def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
+    """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how many were sent.
+
+    The first is a TCP socket with unsent data and SO_LINGER; then come as many of /dev/null as go.
+    """
+    outcomes: Counter[str] = Counter()
+    lingers, held = lingering(600)
+    with held, Path("/dev/null").open("rb") as null:
+        _pass(path, lingers.fileno())
+        lingers.close()
+        hands.tell("begun")
+        while not hands.stopping.is_set():
+            outcomes[_pass(path, null.fileno())] += 1
+    return dict(outcomes)
+
+
+def _pass(path: str, descriptor: int) -> str:
+    """Send a descriptor with the beginning of a message; return how that ended."""
+    rights = struct.pack("@i", descriptor)
+    try:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(1.0)
+            peer.connect(path)
+            peer.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            peer.recv(1000)
+    except OSError as error:
+        return type(error).__name__
+    return "sent"
 
 
 def _framed(message: Any) -> bytes:

@@ -119,6 +119,11 @@ class Connection:
         self.drops = False
 
     @property
+    def account(self) -> str:
+        """The user or host that has connected, whatever its tenant: limits that hold before a tenant is known."""
+        return self.identity.origin.far
+
+    @property
     def user(self) -> str:
         """On whose account it goes."""
         return self.origin.far

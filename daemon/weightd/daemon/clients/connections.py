@@ -8,12 +8,12 @@ import itertools
 import logging
 import math
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.clients.closing import Closing
+from weightd.daemon.clients.closing import MAX_WAITING, Closing
 from weightd.daemon.clients.connection import Connection, Identity, is_operator, unix_identity, user_of
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
@@ -28,6 +28,7 @@ from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError, ResourceExhausted
 from weightd.protocol.framing import Incoming, Message, head
 from weightd.protocol.messages.data import Error
+from weightd.shared import memfd
 from weightd.shared.seldom import Seldom
 from weightd.shared.stream import Stream
 
@@ -48,6 +49,8 @@ _LINGER_S = 1.0
 
 # Between two lines of the log about connections of one user that were hung up.
 _HANG_UPS_S = 10.0
+
+_BEHIND = f"{MAX_WAITING} descriptors that this user has sent are not closed yet: its connections end"
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -93,6 +96,8 @@ class Connections:
         calls: Calls,
     ) -> None:
         self.closing = Closing()
+        # Apart from those: a close of these can always be interrupted.
+        self._closing_connections = Closing()
         self.dropped = 0
         self._loop = loop
         self._room = room
@@ -130,9 +135,10 @@ class Connections:
         if why is None:
             self.adopt(connection, unix_identity(connection))
             return
-        with connection, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
             connection.setblocking(False)
             connection.send(_refused(why))
+        self._close_socket(user_of(uid), connection)
         untold = self._refusals.tell(user_of(uid), now)
         if untold is not None:
             more = f" ({untold} more since the last such line)" if untold else ""
@@ -143,11 +149,10 @@ class Connections:
         key = next(self._keys).to_bytes(8, "big")
         longest = min(self._room.most, limits.MAX_FRAME_BYTES)
         incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
-        takes_descriptors = identity.is_near and not self.closing.is_behind
-        stream = Stream(connection, incoming, takes_descriptors=takes_descriptors)
+        stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
         found = self._by_key[key] = Connection(key, stream, identity, clock.now())
         if identity.is_near:
-            self._admission.enters(identity.origin.far, found.since)
+            self._admission.enters(found.account, found.since)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
@@ -182,9 +187,9 @@ class Connections:
     def refuse_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
         while connection.stream.descriptors:
-            self.closing.close(connection.stream.descriptors.popleft())
-        if self.closing.is_behind:
-            self.hang_up(connection, "descriptors come that cannot be closed")
+            self.closing.close(connection.account, connection.stream.descriptors.popleft())
+        if self.closing.is_behind(connection.account):
+            self.hang_up(connection, _BEHIND)
 
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
@@ -194,7 +199,7 @@ class Connections:
             self._loop.wait(deadline - clock.now())
         for each in self:
             self._loop.remove(each.stream.fileno())
-            self._close(each.stream)
+            self._close(each)
         self._by_key.clear()
 
     def _skip(self, connection: Connection) -> None:
@@ -208,18 +213,26 @@ class Connections:
         self._skip(connection)
         del self._by_key[connection.key]
         if connection.identity.is_near:
-            self._admission.leaves(connection.identity.origin.far)
+            self._admission.leaves(connection.account)
         self._loop.remove(connection.stream.fileno())
-        self._close(connection.stream)
+        self._close(connection)
         self._room.forget(connection.key)
         self._doorkeeper.leaves(connection)
         self._doorkeeper.went(len(self._by_key))
         self._calls.gone(connection)
 
-    def _close(self, stream: Stream) -> None:
-        while stream.descriptors:
-            self.closing.close(stream.descriptors.popleft())
+    def _close(self, connection: Connection) -> None:
+        stream = connection.stream
+        if connection.identity.is_near:
+            while stream.descriptors:
+                self.closing.close(connection.account, stream.descriptors.popleft())
+            self._close_socket(connection.account, stream.connection)
         stream.close()
+
+    def _close_socket(self, account: str, connection: socket.socket) -> None:
+        self._closing_connections.close_socket(account, connection)
+        # Each one more has the thread interrupted, so that no more wait.
+        self._closing_connections.is_behind(account)
 
     # --- from a client --------------------------------------------------------------------------------------------
 
@@ -279,6 +292,10 @@ class Connections:
     def _read(self, connection: Connection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.incoming
+        if connection.identity.is_near and self.closing.is_behind(connection.account):
+            # Whatever it has sent may bring more of them.
+            self._expel(connection, _BEHIND)
+            return deque()
         try:
             messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
         except ConnectionError:
@@ -286,8 +303,9 @@ class Connections:
             return deque()
         except RemoteProtocolError as error:
             # Nobody can tell where its next message would begin.
-            self._calls.dismiss(connection, InvalidArgument(str(error)))
-            self.hang_up(connection, str(error))
+            self._expel(connection, str(error))
+            return deque()
+        if stream.descriptors and not self._may_keep_descriptors(connection):
             return deque()
         if connection.arriving and not incoming.announced:
             self._room.give(connection.key, connection.arriving)
@@ -301,7 +319,22 @@ class Connections:
             return
         self._expectant = {each for each in self._expectant if each.stream.descriptors} | {connection}
         if len(self._expectant) > _MOST_EXPECTANT:
-            self.hang_up(connection, "too many have sent descriptors and not the messages that these go with")
+            users = Counter(each.user for each in self._expectant)
+            largest = max(self._expectant, key=lambda each: (users[each.user], each.since))
+            self._expectant.discard(largest)
+            self.hang_up(largest, "its user has sent most descriptors without the messages that these go with")
+
+    def _may_keep_descriptors(self, connection: Connection) -> bool:
+        """Return whether the client has sent descriptors of memory alone; hang it up otherwise."""
+        if all(map(memfd.is_memory, connection.stream.descriptors)):
+            return True
+        self._expel(connection, "descriptors: expected a memfd, got a descriptor of something else")
+        return False
+
+    def _expel(self, connection: Connection, why: str) -> None:
+        """Tell a client that its connection ends because of what it has sent, and hang it up."""
+        self._calls.dismiss(connection, InvalidArgument(why))
+        self.hang_up(connection, why)
 
     def _admit(self, key: bytes, nbytes: int) -> bool:
         """A message begins that does not come at once: it takes room from now on."""

@@ -42,6 +42,9 @@ _FORK_LIMIT_S = 5.0
 
 _NEVER = float("inf")
 
+# Of <asm-generic/socket.h>; in no module of Python's.
+_SO_PASSRIGHTS = 83
+
 _TWIN = (
     f"nothing was heard over this connection for {PATIENCE_S:g} s, so it ends; what was sent is lost: another client "
     "has the same routing id. Choose none, or one that nobody else has"
@@ -137,6 +140,7 @@ class Gates:
         for timer in (self._timer, self._hang_timer, self._launch_timer):
             loop.add_timer(timer)
         for post in self._posts:
+            _take_no_descriptors(post.listener)
             post.due = 0.0
         self._start_due(clock.now())
 
@@ -291,6 +295,17 @@ class Gates:
             )
             self._asked.clear()
             self._zygote.kill()
+
+
+def _take_no_descriptors(listener: socket.socket) -> None:
+    """Have the kernel refuse descriptors that a client sends to a gate, where the kernel can (Linux 6.16).
+
+    Otherwise the kernel closes them in the thread of libzmq that serves all clients, and such a close may take as long
+    as its user likes (SO_LINGER).
+    """
+    if listener.family == socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def delay(failures: int) -> float:

@@ -35,11 +35,11 @@ class Registry:
         on_closed: called when there is something to `take_closed`: from anywhere, so it must not wait or take a lock.
 
     Attributes:
-        closed: numbers and descriptors of regions that nothing names any more, until `take_closed`.
+        closed: numbers, users and descriptors of regions that nothing names any more, until `take_closed`.
     """
 
     def __init__(self, most_bytes: int, user: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
-        self.closed: list[tuple[int, int]] = []
+        self.closed: list[tuple[int, str, int]] = []
         self._closing = Closing()
         self._most_bytes = most_bytes
         self._user = user
@@ -123,9 +123,9 @@ class Registry:
     def take_closed(self) -> Sequence[int]:
         """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""
         closed, self.closed = self.closed, []
-        for _, descriptor in closed:
-            self._closing.close(descriptor)
-        return [number for number, _ in closed]
+        for _, user, descriptor in closed:
+            self._closing.close(user, descriptor)
+        return [number for number, _, _ in closed]
 
     def _check_count(self, client: bytes, user: str) -> None:
         if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
@@ -145,7 +145,7 @@ class Registry:
 
     def _on_gone(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
         # That may be anywhere. Nothing here waits, or takes a lock.
-        self.closed.append((number, descriptor))
+        self.closed.append((number, user, descriptor))
         self._on_closed()
         self._bytes[user] -= nbytes
         self._count[user] -= 1
