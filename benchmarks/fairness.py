@@ -394,7 +394,7 @@ def _connection_storm(plan: _Plan) -> Found:
         attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
         load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
         attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
 def _gateway(plan: _Plan) -> Found:
@@ -474,7 +474,7 @@ def _descriptors(plan: _Plan) -> Found:
     question = _question(LARGEST, plan, SHARED_BYTES // 4)
     with _stage(plan, {LARGEST: {}}) as stage:
         attack = _attack(plan, stage, question, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
-    return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.count}
+    return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.asked}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -629,7 +629,7 @@ class Attack(NamedTuple):
     """B's latency before, during and one second after an attack, and its requests in all three phases."""
 
     moments: tuple[Moment, Moment, Moment]
-    count: int
+    asked: int
     failed: int
 
 

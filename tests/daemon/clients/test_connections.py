@@ -473,8 +473,13 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(connections, "is_operator", lambda uid: False)
-    monkeypatch.setattr(connections, "unix_identity", lambda socket: introduced.append(1) or unix_identity(socket))
-    introduced: list[int] = []
+    introduced: list[socket.socket] = []
+
+    def identify(connection: socket.socket) -> Identity:
+        introduced.append(connection)
+        return unix_identity(connection)
+
+    monkeypatch.setattr(connections, "unix_identity", identify)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     excess = [unix() for _ in range(20)]

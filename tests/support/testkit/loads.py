@@ -40,8 +40,8 @@ _ASKED_S = 30.0
 _GUST = 16
 
 # The greeting of a ZMTP 3.0 client without security, see https://rfc.zeromq.org/spec/23, and its READY command.
-ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
-ZMTP_GREETING += b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+_GREETING: bytes = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
+ZMTP_GREETING: bytes = _GREETING + b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 
 # The preface of HTTP/2 with empty SETTINGS.
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
