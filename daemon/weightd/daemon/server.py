@@ -18,7 +18,6 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.running import Running
 from weightd.daemon.clients.access import Access
-from weightd.daemon.clients.closing import INTERRUPT
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Gates, Lock
@@ -40,6 +39,7 @@ from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import clock
+from weightd.daemon.host.closing import INTERRUPT
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback

@@ -277,7 +277,7 @@ def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
 
 
 def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightd.daemon.clients.closing.Closing.is_behind", lambda self, user: True)
+    monkeypatch.setattr("weightd.daemon.host.closing.Closing.is_behind", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])
     assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)

@@ -181,7 +181,7 @@ def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pyt
         hangs.wait(10)
         closed.put(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
     descriptor = memfd.create(9_000)
     registry.unregister(b"a1", registry.register(b"a1", deque([descriptor])))
     assert len(registry.take_closed()) == 1

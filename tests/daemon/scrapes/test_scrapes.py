@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from testkit.lingering import lingering
 from weightd.daemon.host.listening import listening, listens_on_loopback
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
@@ -196,3 +198,17 @@ def test_where_a_page_in_a_browser_could_connect_is_known(address: str, expected
         assert listens_on_loopback(listener) == expected
     with listening(f"unix://{tmp_path}/x") as listener:
         assert not listens_on_loopback(listener)
+
+
+@pytest.mark.parametrize("before", [b"", b"GET "])
+def test_a_descriptor_whose_close_waits_holds_nobody_up(world: World, before: bytes) -> None:
+    peer = world.peer(before)
+    ours, theirs = lingering()
+    begin = time.monotonic()
+    with theirs:
+        socket.send_fds(peer, [GET], [ours.fileno()])
+        ours.close()
+        assert world.answer(peer) == b""
+        assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
+        # The close takes 30 s, unless its peer goes.
+        assert time.monotonic() - begin < 10

@@ -119,7 +119,7 @@ class Connection:
         self.drops = False
 
     @property
-    def account(self) -> str:
+    def owner(self) -> str:
         """The user or host that has connected, whatever its tenant: limits that hold before a tenant is known."""
         return self.identity.origin.far
 

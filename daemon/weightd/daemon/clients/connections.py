@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.clients.closing import MAX_WAITING, Closing
 from weightd.daemon.clients.connection import Connection, Identity, is_operator, unix_identity, user_of
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.lanes import Lanes
@@ -21,6 +20,7 @@ from weightd.daemon.clients.room import Room
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission
+from weightd.daemon.host.closing import MAX_WAITING, Closing
 from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
@@ -138,7 +138,7 @@ class Connections:
         with contextlib.suppress(OSError):
             connection.setblocking(False)
             connection.send(_refused(why))
-        self._close_socket(user_of(uid), connection)
+        self._closing_connections.close_socket(user_of(uid), connection)
         untold = self._refusals.tell(user_of(uid), now)
         if untold is not None:
             more = f" ({untold} more since the last such line)" if untold else ""
@@ -152,7 +152,7 @@ class Connections:
         stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
         found = self._by_key[key] = Connection(key, stream, identity, clock.now())
         if identity.is_near:
-            self._admission.enters(found.account, found.since)
+            self._admission.enters(found.owner, found.since)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
@@ -187,8 +187,8 @@ class Connections:
     def refuse_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
         while connection.stream.descriptors:
-            self.closing.close(connection.account, connection.stream.descriptors.popleft())
-        if self.closing.is_behind(connection.account):
+            self.closing.close(connection.owner, connection.stream.descriptors.popleft())
+        if self.closing.is_behind(connection.owner):
             self.hang_up(connection, _BEHIND)
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ class Connections:
         self._skip(connection)
         del self._by_key[connection.key]
         if connection.identity.is_near:
-            self._admission.leaves(connection.account)
+            self._admission.leaves(connection.owner)
         self._loop.remove(connection.stream.fileno())
         self._close(connection)
         self._room.forget(connection.key)
@@ -225,14 +225,9 @@ class Connections:
         stream = connection.stream
         if connection.identity.is_near:
             while stream.descriptors:
-                self.closing.close(connection.account, stream.descriptors.popleft())
-            self._close_socket(connection.account, stream.connection)
+                self.closing.close(connection.owner, stream.descriptors.popleft())
+            self._closing_connections.close_socket(connection.owner, stream.connection)
         stream.close()
-
-    def _close_socket(self, account: str, connection: socket.socket) -> None:
-        self._closing_connections.close_socket(account, connection)
-        # Each one more has the thread interrupted, so that no more wait.
-        self._closing_connections.is_behind(account)
 
     # --- from a client --------------------------------------------------------------------------------------------
 
@@ -292,7 +287,7 @@ class Connections:
     def _read(self, connection: Connection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.incoming
-        if connection.identity.is_near and self.closing.is_behind(connection.account):
+        if connection.identity.is_near and self.closing.is_behind(connection.owner):
             # Whatever it has sent may bring more of them.
             self._expel(connection, _BEHIND)
             return deque()

@@ -9,8 +9,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from weightd.daemon.clients.closing import Closing
 from weightd.daemon.clients.crowd import max_regions
+from weightd.daemon.host.closing import Closing
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits

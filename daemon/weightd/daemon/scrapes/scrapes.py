@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.closing import Closing, DescriptorsError, receive
+from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.scrapes.http import Head, head_of, refusal
@@ -73,6 +75,7 @@ class Scrapes:
         self._clock = clock
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
+        self._closing = Closing()
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
         Accepting(listener, loop, self._let_in, most=_MOST_ACCEPTED)
@@ -105,10 +108,10 @@ class Scrapes:
             self._let_go(peer)
             return
         try:
-            data = peer.connection.recv(_READ_BYTES)
+            data = receive(peer.connection, _READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, DescriptorsError):
             data = b""
         if not data:
             self._let_go(peer)
@@ -149,7 +152,10 @@ class Scrapes:
     def _let_go(self, peer: _Peer) -> None:
         self._loop.remove(peer.connection.fileno())
         del self._peers[peer.connection.fileno()]
-        peer.connection.close()
+        if peer.connection.family == socket.AF_UNIX:
+            self._closing.close_socket(str(credentials(peer.connection).uid), peer.connection)
+        else:
+            peer.connection.close()
 
     def _on_timer(self, now: float) -> None:
         for peer in list(self._peers.values()):

@@ -16,7 +16,7 @@ import pytest
 
 from testkit.lingering import lingering
 from testkit.waiting import until
-from weightd.daemon.clients.closing import INTERRUPT, MAX_WAITING, Closing
+from weightd.daemon.host.closing import INTERRUPT, MAX_WAITING, Closing
 
 
 def is_open(descriptor: int) -> bool:
@@ -35,7 +35,7 @@ def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytes
             goes_on.wait()
         really(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
     closing = Closing()
     waits, *behind = (os.dup(0) for _ in range(64))
     closing.close("a", waits)
@@ -60,7 +60,7 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         closed.append(descriptor)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
+    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
     closing = Closing()
     for descriptor in range(1000, 1200):
         closing.close("a", descriptor)
@@ -99,7 +99,7 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
     closing = Closing()
     descriptors = [os.dup(0) for _ in range(64)]
     with monkeypatch.context() as patched:
-        patched.setattr("weightd.daemon.clients.closing.threading.Thread.start", refused)
+        patched.setattr("weightd.daemon.host.closing.threading.Thread.start", refused)
         for descriptor in descriptors:
             closing.close("a", descriptor)
         assert closing.is_behind("a")
@@ -175,8 +175,8 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
             goes_on.wait()
         really(descriptor)
 
-    monkeypatch.setattr("weightd.daemon.clients.closing.os.close", close)
-    monkeypatch.setattr("weightd.daemon.clients.closing._MAX_THREADS", 2)
+    monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
+    monkeypatch.setattr("weightd.daemon.host.closing._MAX_THREADS", 2)
     closing = Closing()
     waits = {f"user {number}": os.dup(0) for number in range(5)}
     for number, descriptor in enumerate([*stuck]):

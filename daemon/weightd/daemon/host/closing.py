@@ -38,12 +38,16 @@ _WARNINGS_S = 60.0
 INTERRUPT = signal.SIGURG
 
 
+class DescriptorsError(Exception):
+    """A peer has sent descriptors where there is no use for any."""
+
+
 class Closing:
     """Closes descriptors in a thread of the user that has sent them, which runs while there is something to close.
 
-    Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a user
-    wait its thread is interrupted by `INTERRUPT`, which needs a handler: that ends the wait of a socket with SO_LINGER,
-    but not that for a file system.
+    Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a
+    user wait its thread is interrupted by `INTERRUPT`, which needs a handler: that ends the wait of a socket with
+    SO_LINGER, but not that for a file system.
     """
 
     def __init__(self) -> None:
@@ -77,10 +81,12 @@ class Closing:
         The kernel closes these with the connection, in the thread that closes it.
         """
         with contextlib.suppress(OSError):
-            # The peer can send nothing more from now on.
-            connection.shutdown(socket.SHUT_RD)
-        if _brings_descriptors(connection):
+            # The peer can send nothing more from now on, and sees the end at once.
+            connection.shutdown(socket.SHUT_RDWR)
+        if _has_unread_descriptors(connection):
             self.close(user, connection.detach())
+            # Where many wait, each one more has an earlier one interrupted.
+            self.is_behind(user)
         else:
             connection.close()
 
@@ -123,14 +129,27 @@ class Closing:
                     self._served[user] = _STARTING
 
 
-def _brings_descriptors(connection: socket.socket) -> bool:
+def receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Read from a Unix socket whose peer may send no descriptors.
+
+    Raises:
+        DescriptorsError: there are some. They are left unread, for `close_socket`: the kernel would close them before
+            the read returned.
+        OSError: as for any read.
+    """
+    data, _, flags, _ = connection.recvmsg(nbytes, 0, socket.MSG_PEEK)
+    if flags & socket.MSG_CTRUNC:
+        raise DescriptorsError("expected data alone, got descriptors")
+    return connection.recv(len(data)) if data else b""
+
+
+def _has_unread_descriptors(connection: socket.socket) -> bool:
     """Return whether descriptors are among the unread data; what comes before them is read and dropped."""
     with contextlib.suppress(OSError):
-        while True:
-            data, _, flags, _ = connection.recvmsg(_CHUNK_BYTES, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            if flags & socket.MSG_CTRUNC:
-                return True
-            if not data:
-                break
-            connection.recv(len(data))
+        connection.setblocking(False)
+        try:
+            while receive(connection, _CHUNK_BYTES):
+                pass
+        except DescriptorsError:
+            return True
     return False
