@@ -16,7 +16,13 @@ import pytest
 
 from testkit.lingering import lingering
 from testkit.waiting import until
+from weightd.daemon.host import closing as closing_module
 from weightd.daemon.host.closing import INTERRUPT, MAX_WAITING, Closing
+
+
+@pytest.fixture(autouse=True)
+def _threads_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.setattr(closing_module, "_IDLE_S", 0.01)
 
 
 def is_open(descriptor: int) -> bool:
@@ -188,3 +194,21 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
     goes_on.set()
     until(lambda: not any(map(is_open, (*stuck, *waits.values()))), "all are closed")
     until(lambda: not _has_thread(), "the threads end")
+
+
+def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closing_module, "_IDLE_S", 60.0)
+    closing = Closing()
+    for number in range(5):
+        descriptor = os.dup(0)
+        closing.close(f"user {number}", descriptor)
+        until(lambda: not is_open(descriptor), "the descriptor is closed")  # noqa: B023
+        until(lambda: _idle(closing) == 1, "the thread is idle")
+    [thread] = [each for each in threading.enumerate() if each.name == "closing"]
+    monkeypatch.setattr(closing_module, "_IDLE_S", 0.01)
+    closing.close("user 0", os.dup(0))
+    until(lambda: not thread.is_alive(), "the thread ends")
+
+
+def _idle(closing: Closing) -> int:
+    return len(vars(closing)["_idle"])

@@ -397,7 +397,7 @@ def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counte
                     counts["bytes"] += sent
                     view = view[sent:] or memoryview(repeats)
 def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
-    """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how many were sent.
+    """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how that ended.
 
     The first is a TCP socket with unsent data and SO_LINGER; then come as many of /dev/null as go.
     """
@@ -406,6 +406,8 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     with held, Path("/dev/null").open("rb") as null:
         _pass(path, lingers.fileno())
         lingers.close()
+        for _ in range(100):
+            outcomes[_pass(path, null.fileno())] += 1
         hands.tell("begun")
         while not hands.stopping.is_set():
             outcomes[_pass(path, null.fileno())] += 1
@@ -413,13 +415,13 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
 
 
 def _pass(path: str, descriptor: int) -> str:
-    """Send a descriptor with the beginning of a message; return how that ended."""
+    """Send a descriptor with a message that is none; return how that ended."""
     rights = struct.pack("@i", descriptor)
     try:
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(1.0)
             peer.connect(path)
-            peer.sendmsg([b"\1"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            peer.sendmsg([head([b"x"]) + b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             peer.recv(1000)
     except OSError as error:
         return type(error).__name__

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
+from queue import Empty, SimpleQueue
 
 from weightd.daemon.host.shortage import explained
 from weightd.shared.seldom import Seldom
@@ -27,8 +28,11 @@ MAX_WAITING = 64
 # (/etc/subuid) it has thousands of them.
 _MAX_THREADS = 32
 
-# What a thread that is being started has in the place of its identity.
-_STARTING = 0
+# A thread that has nothing to close ends after so long: to start another one takes longer than most closes.
+_IDLE_S = 1.0
+
+# In the place of the identity of a thread that has not begun with a user.
+_NOBODY = 0
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -43,7 +47,7 @@ class DescriptorsError(Exception):
 
 
 class Closing:
-    """Closes descriptors in a thread of the user that has sent them, which runs while there is something to close.
+    """Closes descriptors in threads, each of which closes those of one user at a time.
 
     Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a
     user wait its thread is interrupted by `INTERRUPT`, which needs a handler: that ends the wait of a socket with
@@ -56,6 +60,9 @@ class Closing:
         self._waiting: dict[str, deque[int]] = {}
         # The users whose descriptors a thread is closing, and the identity of that.
         self._served: dict[str, int] = {}
+        self._threads = 0
+        # Of each thread that has nothing to close: where it is given a user.
+        self._idle: list[SimpleQueue[str]] = []
         self._warnings = Seldom(_WARNINGS_S)
 
     def is_behind(self, user: str) -> bool:
@@ -91,42 +98,71 @@ class Closing:
             connection.close()
 
     def _begin(self, user: str) -> None:
+        """Have the descriptors of a user closed: by an idle thread, or by another one."""
         with self._lock:
-            if user in self._served or user not in self._waiting or len(self._served) >= _MAX_THREADS:
+            if user in self._served or user not in self._waiting:
                 return
-            self._served[user] = _STARTING
+            if self._idle:
+                self._served[user] = _NOBODY
+                self._idle.pop().put(user)
+                return
+            if self._threads >= _MAX_THREADS:
+                return
+            self._threads += 1
+            self._served[user] = _NOBODY
         try:
             threading.Thread(target=self._serve, args=(user,), name="closing", daemon=True).start()
         except RuntimeError as error:
             # The descriptors wait for the next call.
             with self._lock:
+                self._threads -= 1
                 del self._served[user]
             if self._warnings.tell("", time.monotonic()) is not None:
                 _log.warning("descriptors of clients are not closed yet: %s", explained(str(error)))
 
     def _interrupt(self, user: str) -> None:
         with self._lock:
-            thread = self._served.get(user, _STARTING)
-            if thread != _STARTING and callable(signal.getsignal(INTERRUPT)):
+            thread = self._served.get(user, _NOBODY)
+            if thread != _NOBODY and callable(signal.getsignal(INTERRUPT)):
                 signal.pthread_kill(thread, INTERRUPT)
 
     def _serve(self, user: str | None) -> None:
-        """Close the descriptors of a user, and then those of users that have no thread."""
+        """Close the descriptors of one user after another, until there are none for a while."""
+        inbox = SimpleQueue[str]()
         while user is not None:
+            self._close_all(user)
             with self._lock:
-                self._served[user] = threading.get_ident()
+                user = next((each for each in self._waiting if each not in self._served), None)
+                if user is None:
+                    self._idle.append(inbox)
+                else:
+                    self._served[user] = _NOBODY
+            user = user or self._wait(inbox)
+
+    def _wait(self, inbox: SimpleQueue[str]) -> str | None:
+        """Return the user whose descriptors are next, None if this thread is to end."""
+        try:
+            return inbox.get(timeout=_IDLE_S)
+        except Empty:
+            with self._lock:
+                if inbox in self._idle:
+                    self._idle.remove(inbox)
+                    self._threads -= 1
+                    return None
+            return inbox.get()
+
+    def _close_all(self, user: str) -> None:
+        with self._lock:
+            self._served[user] = threading.get_ident()
             waiting = self._waiting[user]
+        while waiting:
             # Linux has freed the number whatever close() returns; what the file system reports concerns its owner.
             with contextlib.suppress(OSError):
                 os.close(waiting[0])
             with self._lock:
                 waiting.popleft()
-                if waiting:
-                    continue
-                del self._waiting[user], self._served[user]
-                user = next((each for each in self._waiting if each not in self._served), None)
-                if user is not None:
-                    self._served[user] = _STARTING
+                if not waiting:
+                    del self._waiting[user], self._served[user]
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
