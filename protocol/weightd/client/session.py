@@ -31,7 +31,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _TCP = "tcp://"
 
 # Where somebody listens who is too busy to accept, after which time one looks again.
-BUSY_S = 0.01
+BUSY_S = 0.002
 
 # What tells that a connection is of no use any more: raised by its `receive`, or by what `received` makes of a message.
 LOST = (Unavailable, RemoteProtocolError)

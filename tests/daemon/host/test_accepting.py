@@ -98,3 +98,21 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
     while not scene.came:
         scene.loop.wait(30)
     assert scene.tries == 4
+
+
+def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "_REST_S", 0.3)
+
+    def refuse(connection: socket.socket) -> bool:
+        scene.let_in(connection)
+        return False
+
+    Accepting(cast(socket.socket, scene), scene.loop, refuse, most=2)
+    for _ in range(3):
+        scene.connect()
+    for _ in range(4):
+        scene.loop.wait(0.0)
+    assert len(scene.came) == 2
+    while len(scene.came) < 3:
+        scene.loop.wait(30)
+    assert scene.tries <= 4

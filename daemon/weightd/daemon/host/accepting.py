@@ -15,7 +15,10 @@ from weightd.daemon.host.timers import Timer
 _MOST_ACCEPTED = 64
 
 # A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
-_SLICE_S = 1e-4
+_SLICE_S = 2e-4
+
+# After it has refused some, so that a flood of connections that are all refused takes a small part of the loop's time.
+_REST_S = 1e-3
 
 # Where there is no descriptor for the next one, until some have gone.
 _PAUSE_S = 0.1
@@ -31,7 +34,7 @@ class Accepting:
     Args:
         listener: listens, and does not block.
         loop: calls when somebody has connected.
-        let_in: is given each connection, and owns it.
+        let_in: is given each connection, and owns it; returns False where it has refused the connection.
         most: that are accepted at once.
     """
 
@@ -52,21 +55,29 @@ class Accepting:
 
     def accept(self) -> None:
         """Let in who has connected until now."""
+        if self._accept():
+            self._loop.pause(self._listener.fileno())
+            self._pause.set(clock.now() + _REST_S)
+
+    def _accept(self) -> bool:
+        """Accept connections for a moment; return whether any was refused."""
         until = clock.now() + _SLICE_S
+        has_refused = False
         for _ in range(self._most):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
-                return
+                break
             except OSError as error:
                 # It has gone again, or nothing is left to have it with: then others have to go first.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._wait_for_room(error)
-                    return
+                    return False
             else:
-                self._let_in(connection)
+                has_refused |= self._let_in(connection) is False
             if clock.now() >= until:
-                return
+                break
+        return has_refused
 
     def _wait_for_room(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
