@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 import socket
 import struct
 from collections import Counter
@@ -14,9 +15,10 @@ from typing import Any, cast
 
 import pytest
 
-from weightd.daemon.clients import connections
+from weightd.daemon.clients import connections, departed
 from weightd.daemon.clients.connection import Connection, Identity, foreign_identity, unix_identity
 from weightd.daemon.clients.connections import Calls, Connections
+from weightd.daemon.clients.departed import unread
 from weightd.daemon.clients.room import Room
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.gate.link import PeerIdentity
@@ -535,3 +537,80 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
         hall.come(tenants[0]).close()
     hall.until(lambda: len(hall.gone) == 2 * count)
     assert max(reports.values()) <= 2
+
+
+# --- what the kernel keeps --------------------------------------------------------------------------------------------
+
+
+def test_a_connection_counts_as_open_until_its_client_has_read_everything(
+    hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
+    monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
+    there = [unix() for _ in range(3)]
+    hall.until(lambda: len(hall.keys) == 3)
+    for key in hall.keys:
+        hall.connections.send(key, [b"answer"])
+    for each in there:
+        each.shutdown(socket.SHUT_WR)
+    hall.until(lambda: len(hall.gone) == 3)
+    refused = unix()
+    refused.setblocking(False)
+    answers: list[bytes] = []
+    hall.until(lambda: _has_answer(refused, answers))
+    assert b"this user has 3 connections already" in answers[0]
+    assert there[0].recv(1000) == message(b"answer")
+    assert there[0].recv(1000) == b""
+    there[1].close()
+    hall.until(lambda: unix().fileno() and len(hall.keys) == 2)
+    refused = unix()
+    refused.setblocking(False)
+    hall.until(lambda: _has_answer(refused, answers))
+    assert b"this user has 3 connections already" in answers[1]
+    assert len(hall.keys) == 2
+
+
+def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
+    hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
+    monkeypatch.setattr(connections, "_MOST_REFUSED", 2)
+    monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
+    for _ in range(3):
+        unix()
+    hall.until(lambda: len(hall.keys) == 3)
+
+    def refused(count: int) -> list[bool]:
+        peers = [unix() for _ in range(count)]
+        hall.until(lambda: len(select.select(peers, [], [], 0)[0]) == count)
+        told = [bool(each.recv(1000)) for each in peers]
+        for each in peers:
+            each.close()
+        return told
+
+    assert refused(4) == [True, True, False, False]
+    hall.until(lambda: refused(1) == [True])
+
+
+def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_does_not_read(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_MOST_ROOMY", 2)
+    near = SOMEBODY._replace(is_near=True)
+    clients = [hall.come(near) for _ in range(4)]
+    clients += [hall.come(near._replace(origin=Origin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
+    for each in hall.connections:
+        hall.connections.send(each.key, [bytes(500_000)])
+    kept = [unread(each.stream.connection) for each in hall.connections]
+    assert all(nbytes > 100_000 for nbytes in [*kept[:2], *kept[4:]])
+    assert all(nbytes < 25_000 for nbytes in kept[2:4])
+    # What is beyond that comes when the client reads.
+    received: list[int] = []
+
+    def read() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            received.append(len(clients[2].recv(10**6)))
+        return sum(received) == len(message(bytes(500_000)))
+
+    while not read():
+        hall.loop.wait(0.0)

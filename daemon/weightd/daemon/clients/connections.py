@@ -15,6 +15,7 @@ from typing import Any
 
 from weightd.daemon.clients.connection import Connection, Identity, is_operator, unix_identity, user_of
 from weightd.daemon.clients.crowd import Doorkeeper
+from weightd.daemon.clients.departed import Departed
 from weightd.daemon.clients.lanes import Lanes
 from weightd.daemon.clients.room import Room
 from weightd.daemon.host import clock
@@ -49,6 +50,18 @@ _LINGER_S = 1.0
 
 # Between two lines of the log about connections of one user that were hung up.
 _HANG_UPS_S = 10.0
+
+# So many connections of a user have buffers of the size that the kernel gives them (net.core.wmem_default), and those
+# beyond it have buffers for so many bytes: what a client does not read there is kept at the daemon's expense.
+_MOST_ROOMY = 64
+_SMALL_BYTES = 8192
+
+# Of refused connections of a user whose client has not read why. Others are told nothing.
+_MOST_REFUSED = 64
+
+# Connections to the Unix socket that wait to be accepted. A user may fill this queue with connections that are refused:
+# others wait behind them, for a fraction of a second with so many.
+_BACKLOG = 128
 
 _BEHIND = f"{MAX_WAITING} descriptors that this user has sent are not closed yet: its connections end"
 
@@ -96,8 +109,8 @@ class Connections:
         calls: Calls,
     ) -> None:
         self.closing = Closing()
-        # Apart from those: a close of these can always be interrupted.
-        self._closing_connections = Closing()
+        # With another `Closing`: a close of a connection can always be interrupted.
+        self._departed = Departed(loop, Closing().close_socket)
         self.dropped = 0
         self._loop = loop
         self._room = room
@@ -125,24 +138,29 @@ class Connections:
 
     def listen(self, listener: socket.socket) -> None:
         """Let in whoever connects to a unix socket that listens and does not block."""
+        listener.listen(_BACKLOG)
         Accepting(listener, self._loop, self._let_in)
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _let_in(self, connection: socket.socket) -> bool:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
         uid = credentials(connection).uid
         now = clock.now()
         why = None if is_operator(uid) else self._admission.refusal(user_of(uid), now)
         if why is None:
             self.adopt(connection, unix_identity(connection))
-            return
-        with contextlib.suppress(OSError):
-            connection.setblocking(False)
-            connection.send(_refused(why))
-        self._closing_connections.close_socket(user_of(uid), connection)
+            return True
+        owner = user_of(uid)
+        if self._departed.of(owner) < _MOST_REFUSED:
+            # The kernel keeps the text until the client reads it.
+            with contextlib.suppress(OSError):
+                connection.setblocking(False)
+                connection.send(_refused(why))
+        self._departed.end(owner, connection, lambda: None)
         untold = self._refusals.tell(user_of(uid), now)
         if untold is not None:
             more = f" ({untold} more since the last such line)" if untold else ""
             _log.warning("new connection of %s refused: %s%s", user_of(uid), why, more)
+        return False
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
         """Let somebody in; the socket is this object's from now on."""
@@ -151,8 +169,8 @@ class Connections:
         incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
         stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
         found = self._by_key[key] = Connection(key, stream, identity, clock.now())
-        if identity.is_near:
-            self._admission.enters(found.owner, found.since)
+        if identity.is_near and self._admission.enters(found.owner, found.since) > _MOST_ROOMY:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BYTES)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
@@ -201,6 +219,7 @@ class Connections:
             self._loop.remove(each.stream.fileno())
             self._close(each)
         self._by_key.clear()
+        self._departed.close()
 
     def _skip(self, connection: Connection) -> None:
         """Nothing more is heard of it."""
@@ -212,8 +231,6 @@ class Connections:
     def _leave(self, connection: Connection) -> None:
         self._skip(connection)
         del self._by_key[connection.key]
-        if connection.identity.is_near:
-            self._admission.leaves(connection.owner)
         self._loop.remove(connection.stream.fileno())
         self._close(connection)
         self._room.forget(connection.key)
@@ -222,12 +239,13 @@ class Connections:
         self._calls.gone(connection)
 
     def _close(self, connection: Connection) -> None:
-        stream = connection.stream
-        if connection.identity.is_near:
-            while stream.descriptors:
-                self.closing.close(connection.owner, stream.descriptors.popleft())
-            self._closing_connections.close_socket(connection.owner, stream.connection)
-        stream.close()
+        stream, owner = connection.stream, connection.owner
+        if not connection.identity.is_near:
+            stream.close()
+            return
+        while stream.descriptors:
+            self.closing.close(owner, stream.descriptors.popleft())
+        self._departed.end(owner, stream.connection, functools.partial(self._admission.leaves, owner))
 
     # --- from a client --------------------------------------------------------------------------------------------
 

@@ -64,9 +64,11 @@ class Admission:
             found.tokens -= 1.0
         return None
 
-    def enters(self, user: str, now: float) -> None:
-        """Count one more open connection of a user."""
-        self._find(user, now).open += 1
+    def enters(self, user: str, now: float) -> int:
+        """Count one more open connection of a user; return how many it has."""
+        found = self._find(user, now)
+        found.open += 1
+        return found.open
 
     def leaves(self, user: str) -> None:
         """Count one open connection of a user less."""
