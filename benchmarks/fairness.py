@@ -387,9 +387,14 @@ def _connection_storm(plan: _Plan) -> Found:
     """A opens and closes connections to the Unix socket and to the ZeroMQ listener as fast as it can."""
     question = _question(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
-    with _stage(plan, {TINY: {}}) as stage:
+    with _stage(plan, {TINY: {}}) as stage, contextlib.ExitStack() as stack:
         unix, zeromq = f"{stage.service.address}.unix", stage.service.address
         attacks["connection storm, Unix"] = _attack(plan, stage, question, (loads.reconnect, unix))
+        others = [stack.enter_context(User(uid)) for uid in (users.ALICE, users.CAROL, users.CAROL)]
+        attacks["connection storm, Unix, 4 processes of 2 users"] = _attack(
+            plan, stage, question, (loads.reconnect, unix), others=others
+        )
+        stack.close()
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
         attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
         load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
@@ -475,6 +480,14 @@ def _descriptors(plan: _Plan) -> Found:
     with _stage(plan, {LARGEST: {}}) as stage:
         attack = _attack(plan, stage, question, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
     return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.asked}
+
+
+def _kernel_buffers(plan: _Plan) -> Found:
+    """A asks over thousands of connections and reads nothing: the kernel keeps the answers."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    with _stage(plan, {TINY: {}}) as stage:
+        attack = _attack(plan, stage, question, (loads.hoard, f"{stage.service.address}.unix", TINY))
+    return {"attacks": {"answers that nobody reads": attack}, "n": attack.asked}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -647,10 +660,20 @@ def _attack_on(
 ) -> Attack:
     """Do so with what B asks for so many seconds; `look` is called at the end of each phase."""
 def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], *, renew: bool = False) -> Attack:
+def _attack(
+    plan: _Plan,
+    stage: _Stage,
+    question: _Question,
+    load: Sequence[Any],
+    *,
+    renew: bool = False,
+    others: Sequence[User] = (),
+) -> Attack:
     """Measure B alone, while A runs `load`, and from one second after A has stopped.
 
-    With `renew` B connects again once the attack has begun.
+    With `renew` B connects again once the attack has begun. `others` run the load beside A.
     """
+    attackers = [stage.a, *others]
     seconds = 2 * plan.round_s
     ask(0.2)
     phases = [_checked(ask(seconds))]
@@ -659,10 +682,15 @@ def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any]
     stage.a.heard()
     phases.append(_checked(ask(seconds)))
     look()
+    stage.asked(question, 0.2)
+    phases = [stage.asked(question, seconds)]
+    for each in attackers:
+        each.begin(*load)
+        each.heard()
     if renew:
         stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
     phases.append(stage.asked(question, seconds))
-    progress(f"A: {stage.a.end()}")
+    progress(f"A: {[each.end() for each in attackers]}")
     time.sleep(1.0)
     phases.append(_checked(ask(seconds)))
     look()
@@ -741,6 +769,7 @@ PARTS: Mapping[str, Part] = {
     "connection-storm": _connection_storm,
     "gateway": _gateway,
     "descriptors": _descriptors,
+    "kernel-buffers": _kernel_buffers,
     "shares": _shares,
     "curve": _curve,
 }

@@ -192,6 +192,27 @@ def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: Us
         ben.ask("server")
 
 
+@pytest.mark.parametrize("attack", ["connections", "descriptors", "answers that nobody reads"])
+def test_a_stranger_that_attacks_the_unix_socket_is_refused_and_nobody_else_is(
+    service: Service, crowd: Mapping[int, User], ben: User, attack: str
+) -> None:
+    stranger, path = crowd[CAROL], f"{service.address}.unix"
+    loads_of: Mapping[str, Sequence[Any]] = {
+        "connections": (loads.reconnect, path),
+        "descriptors": (loads.pass_unclosable, path),
+        "answers that nobody reads": (loads.hoard, path, "slow", 1100),
+    }
+    stranger.begin(*loads_of[attack])
+    stranger.heard()
+    ben.connect(f"unix://{service.address}", timeout=30.0)
+    answer = {"y": SOME["n"]}
+    asked = ben.do(loads.ask, "slow", [SOME], [answer], 0.3, 20)
+    ended = stranger.end()
+    assert asked.outcomes == {OK: sum(asked.outcomes.values())}
+    assert sum(ended.values()) > 100
+    assert f"uid {CAROL}" in service.log
+
+
 def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User, ben: User) -> None:
     before = other_refusals(ben, "ann").get("max_connections", 0)
     bounded(service, max_connections=1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import fcntl
 import resource
 import select
 import socket
 import struct
+import termios
 import threading
 import time
 from collections import Counter, deque
@@ -242,8 +244,7 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
 
 def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[bytes] = (b"",)) -> Dict[str, int]:
     """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count + 100), most))
+    _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         for number in range(count):
@@ -404,8 +405,8 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     outcomes: Counter[str] = Counter()
     lingers, held = lingering(600)
     with held, Path("/dev/null").open("rb") as null:
-        _pass(path, lingers.fileno())
-        lingers.close()
+        # Closed after the daemon, it would hold up this process.
+        _pass(path, lingers.fileno(), lingers.close)
         for _ in range(100):
             outcomes[_pass(path, null.fileno())] += 1
         hands.tell("begun")
@@ -414,7 +415,45 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     return dict(outcomes)
 
 
-def _pass(path: str, descriptor: int) -> str:
+def hoard(hands: Hands, path: str, model: str, connections: int = 4000, questions: int = 300) -> Dict[str, int]:
+    """Ask over many connections to the Unix socket at `path`, read no answer, and end the half that sends.
+
+    Return how many connections were made, and the bytes of answers that nobody has read, when told to stop.
+    """
+    _allow_descriptors(connections + 100)
+    outcomes: Counter[str] = Counter()
+    gust = b"".join(_framed(ModelMetadata(str(number), model)) for number in range(questions))
+    unread = bytearray(4)
+    with contextlib.ExitStack() as stack:
+        peers: List[socket.socket] = []
+        for number in range(connections):
+            if number == connections // 4:
+                hands.tell("begun")
+            hands.stopping.wait(1 / 400)
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+            peer.setblocking(False)
+            try:
+                peer.connect(path)
+                peer.send(gust)
+                peer.shutdown(socket.SHUT_WR)
+            except OSError as error:
+                outcomes[type(error).__name__] += 1
+            else:
+                peers.append(peer)
+        hands.stopping.wait()
+        for peer in peers:
+            fcntl.ioctl(peer.fileno(), termios.FIONREAD, unread)
+            outcomes["unread bytes"] += struct.unpack("@i", unread)[0]
+        outcomes["connected"] += len(peers)
+    return dict(outcomes)
+
+
+def _allow_descriptors(count: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count), most))
+
+
+def _pass(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: None) -> str:
     """Send a descriptor with a message that is none; return how that ended."""
     rights = struct.pack("@i", descriptor)
     try:
@@ -422,6 +461,7 @@ def _pass(path: str, descriptor: int) -> str:
             peer.settimeout(1.0)
             peer.connect(path)
             peer.sendmsg([head([b"x"]) + b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            on_sent()
             peer.recv(1000)
     except OSError as error:
         return type(error).__name__
