@@ -415,7 +415,7 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     return dict(outcomes)
 
 
-def hoard(hands: Hands, path: str, model: str, connections: int = 4000, questions: int = 300) -> Dict[str, int]:
+def hoard(hands: Hands, path: str, model: str, connections: int = 2000, questions: int = 300) -> Dict[str, int]:
     """Ask over many connections to the Unix socket at `path`, read no answer, and end the half that sends.
 
     Return how many connections were made, and the bytes of answers that nobody has read, when told to stop.
@@ -427,9 +427,9 @@ def hoard(hands: Hands, path: str, model: str, connections: int = 4000, question
     with contextlib.ExitStack() as stack:
         peers: List[socket.socket] = []
         for number in range(connections):
-            if number == connections // 4:
+            if number == connections // 8:
                 hands.tell("begun")
-            hands.stopping.wait(1 / 400)
+            hands.stopping.wait(1 / 100)
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
             peer.setblocking(False)
             try:
