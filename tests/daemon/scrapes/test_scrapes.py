@@ -13,6 +13,7 @@ import pytest
 from testkit.lingering import lingering
 from weightd.daemon.host.listening import listening, listens_on_loopback
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.scrapes import scrapes
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import MOST_CONNECTIONS, MOST_S, Scrapes
@@ -212,3 +213,23 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(world: World, before: by
         assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
         # The close takes 30 s, unless its peer goes.
         assert time.monotonic() - begin < 10
+
+
+def test_a_user_with_many_connections_has_its_own_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrapes, "_user_of", lambda connection: "modest")
+    slow = world.peer(b"GET /metrics")
+    monkeypatch.setattr(scrapes, "_user_of", lambda connection: "greedy")
+    greedy = [world.peer(b"GET") for _ in range(MOST_CONNECTIONS + 3)]
+    assert [each.recv(1) for each in greedy[:4]] == 4 * [b""]
+    assert len(world.scrapes) == MOST_CONNECTIONS
+    slow.send(GET[len(b"GET /metrics") :])
+    assert world.answer(slow).startswith(b"HTTP/1.1 200 ")
+
+
+def test_those_that_have_gone_do_not_count(world: World) -> None:
+    silent = world.peer()
+    for _ in range(MOST_CONNECTIONS + 1):
+        assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
+    assert len(world.scrapes) == 1
+    silent.send(GET)
+    assert world.answer(silent).startswith(b"HTTP/1.1 200 ")

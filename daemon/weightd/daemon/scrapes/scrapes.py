@@ -10,6 +10,7 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.closing import Closing, DescriptorsError, receive
 from weightd.daemon.host.credentials import credentials
+from weightd.daemon.host.crowding import Crowd
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.scrapes.http import Head, head_of, refusal
@@ -18,7 +19,8 @@ from weightd.daemon.scrapes.page import Page
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
 MOST_S = 10.0
 
-# At once: a monitoring system has two, and somebody looks with a browser. Past it the one goes that came first.
+# At once: a monitoring system has two, and somebody looks with a browser. Past it one of the user or host goes that has
+# the most, see `Crowd`.
 MOST_CONNECTIONS = 32
 
 # With one wake-up: who comes in crowds has the loop no longer than one who asks a model.
@@ -32,18 +34,27 @@ class _Peer:
 
     Attributes:
         connection: does not block.
+        user: the user at the other end, or over TCP the host.
+        since: when it has connected.
         until: when it ends, whatever has become of it.
         head: of its request.
         is_heard: whether that is whole.
         unsent: what has not been sent of the answer.
     """
 
-    def __init__(self, connection: socket.socket, until: float) -> None:
+    def __init__(self, connection: socket.socket, since: float) -> None:
         self.connection = connection
-        self.until = until
+        self.user = _user_of(connection)
+        self.since = since
+        self.until = since + MOST_S
         self.head = Head()
         self.is_heard = False
         self.unsent: list[memoryview] = []
+
+    @property
+    def has_spoken(self) -> bool:
+        """Whether its request is whole."""
+        return self.is_heard
 
 
 class Scrapes:
@@ -75,6 +86,7 @@ class Scrapes:
         self._clock = clock
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
+        self._crowd = Crowd[_Peer]()
         self._closing = Closing()
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
@@ -90,17 +102,13 @@ class Scrapes:
 
     def _let_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        if len(self._peers) >= MOST_CONNECTIONS:
-            # Who is being answered is not the one who is in the way.
-            self._let_go(next((each for each in self._peers.values() if not each.is_heard), self._first))
-        peer = _Peer(connection, self._clock() + MOST_S)
+        peer = _Peer(connection, self._clock())
         self._peers[connection.fileno()] = peer
         self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
         self.timer.due_by(peer.until)
-
-    @property
-    def _first(self) -> _Peer:
-        return next(iter(self._peers.values()))
+        self._crowd.add(peer)
+        for each in self._crowd.reduce(MOST_CONNECTIONS):
+            self._let_go(each)
 
     def _on_readable(self, peer: _Peer) -> None:
         if peer.is_heard:
@@ -152,8 +160,9 @@ class Scrapes:
     def _let_go(self, peer: _Peer) -> None:
         self._loop.remove(peer.connection.fileno())
         del self._peers[peer.connection.fileno()]
+        self._crowd.remove(peer)
         if peer.connection.family == socket.AF_UNIX:
-            self._closing.close_socket(str(credentials(peer.connection).uid), peer.connection)
+            self._closing.close_socket(peer.user, peer.connection)
         else:
             peer.connection.close()
 
@@ -163,3 +172,13 @@ class Scrapes:
                 self.timer.set(peer.until)
                 return
             self._let_go(peer)
+
+
+def _user_of(connection: socket.socket) -> str:
+    if connection.family == socket.AF_UNIX:
+        return f"uid {credentials(connection).uid}"
+    try:
+        return f"host {connection.getpeername()[0]}"
+    except OSError:
+        # It has gone again.
+        return ""
