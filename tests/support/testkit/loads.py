@@ -429,7 +429,8 @@ def hoard(hands: Hands, path: str, model: str, connections: int = 2000, question
         for number in range(connections):
             if number == connections // 8:
                 hands.tell("begun")
-            hands.stopping.wait(1 / 100)
+            if hands.stopping.wait(1 / 100):
+                break
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
             peer.setblocking(False)
             try:
