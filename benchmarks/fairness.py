@@ -422,10 +422,10 @@ def _gateway(plan: _Plan) -> Found:
                     asked = _asked_of_gateway(protocol, port, question)
                     ask = functools.partial(b.do, loads.ask_gateway, asked)
                     sizes: list[float] = []
-                    found = _attack_on(plan, stage, ask, load, functools.partial(_look, sizes, gateway.pid))
+                    found = _attack_on(plan, stage, ask, load, at=functools.partial(_look, sizes, gateway.pid))
                     attacks[f"{name}, B over {protocol}"] = found
                     memory[f"{name}, B over {protocol}"] = sizes[0], sizes[1], sizes[2]
-    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.asked for each in attacks.values())}
 
 
 def _floods(ports: Mapping[str, int]) -> Mapping[str, Sequence[Any]]:
@@ -470,10 +470,14 @@ def _asked_of_gateway(protocol: str, port: int, question: _Question) -> loads.Ga
     return loads.GatewayQuestion(protocol, port, path, bearer, requests, ends)
 
 
-def _look(sizes: list[float], pid: int) -> None:
-    """Append the PSS of a process and its children, in MiB."""
+def _look(sizes: list[float], pid: int, moment: str) -> None:
+    """Append the PSS of a process and its children, in MiB, at the end of each phase."""
+    if moment == "begun":
+        return
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
     sizes.append(pss_total([pid, *map(int, children)]) / 2**20)
+
+
 def _descriptors(plan: _Plan) -> Found:
     """A sends descriptors whose close waits; B's arrays go through shared memory, whose descriptors B sends."""
     question = _question(LARGEST, plan, SHARED_BYTES // 4)
@@ -646,20 +650,6 @@ class Attack(NamedTuple):
     failed: int
 
 
-def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any]) -> Attack:
-    """Measure B alone, while A runs `load`, and from one second after A has stopped."""
-    return _attack_on(plan, stage, lambda seconds: stage.asked(question, seconds), load)
-
-
-def _attack_on(
-    plan: _Plan,
-    stage: _Stage,
-    ask: Callable[[float], Asked],
-    load: Sequence[Any],
-    look: Callable[[], None] = lambda: None,
-) -> Attack:
-    """Do so with what B asks for so many seconds; `look` is called at the end of each phase."""
-def _attack(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], *, renew: bool = False) -> Attack:
 def _attack(
     plan: _Plan,
     stage: _Stage,
@@ -673,27 +663,39 @@ def _attack(
 
     With `renew` B connects again once the attack has begun. `others` run the load beside A.
     """
+
+    def at(moment: str) -> None:
+        if renew and moment == "begun":
+            stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
+
+    return _attack_on(plan, stage, lambda seconds: stage.asked(question, seconds), load, at=at, others=others)
+
+
+def _attack_on(
+    plan: _Plan,
+    stage: _Stage,
+    ask: Callable[[float], Asked],
+    load: Sequence[Any],
+    *,
+    at: Callable[[str], None] = lambda _: None,
+    others: Sequence[User] = (),
+) -> Attack:
+    """Do so with what B asks for so many seconds; `at` is called at "alone", "begun", "during" and "after"."""
     attackers = [stage.a, *others]
     seconds = 2 * plan.round_s
     ask(0.2)
     phases = [_checked(ask(seconds))]
-    look()
-    stage.a.begin(*load)
-    stage.a.heard()
-    phases.append(_checked(ask(seconds)))
-    look()
-    stage.asked(question, 0.2)
-    phases = [stage.asked(question, seconds)]
+    at("alone")
     for each in attackers:
         each.begin(*load)
         each.heard()
-    if renew:
-        stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
-    phases.append(stage.asked(question, seconds))
+    at("begun")
+    phases.append(_checked(ask(seconds)))
+    at("during")
     progress(f"A: {[each.end() for each in attackers]}")
     time.sleep(1.0)
     phases.append(_checked(ask(seconds)))
-    look()
+    at("after")
     if not all(each.seconds for each in phases):
         raise UnavailableError(f"fairness: B got no answers: {[each.outcomes for each in phases]}")
     before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)

@@ -33,6 +33,7 @@ TENANTS: Tables = {"ann": ANN, "ben": BEN}
 # Of "slow": it counts up to the largest, about a million a second.
 SOME: Arrays = {"n": np.array([3, 5], np.int64)}
 LONG: Arrays = {"n": np.array([200_000], np.int64)}
+LONGER: Arrays = {"n": np.array([600_000], np.int64)}
 
 NONE = AccountStatus("slow", 0, 0, 0, 0.0, 0.0, 0, 0, 0, 0, {})
 
@@ -79,8 +80,12 @@ def bounded(service: Service, **bounds: object) -> None:
 
 
 @contextlib.contextmanager
-def stopped_worker(service: Service) -> Iterator[None]:
-    """Stop the worker of "slow", so that no request ends however long the block takes."""
+def stopped_worker(service: Service, user: User) -> Iterator[None]:
+    """Stop the worker of "slow", so that no request ends however long the block takes.
+
+    Its last request took so long that it gets one at a time.
+    """
+    user.ask("infer", "slow", LONGER)
     [worker] = ready_workers(service, "slow")
     os.kill(worker.pid, signal.SIGSTOP)
     try:
@@ -140,7 +145,7 @@ def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -
 def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(
     service: Service, ann: User, ben: User
 ) -> None:
-    with stopped_worker(service):
+    with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", [LONG] * 3)
         ann.heard()
         service.reload(tenants={"ben": BEN})
@@ -173,7 +178,7 @@ def test_more_than_a_bound_is_refused_and_nobody_else_is(
 ) -> None:
     ann, ben = crowd[ALICE], crowd[BOB]
     bounded(service, **{bound: most})
-    with stopped_worker(service):
+    with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", *asked)
         ann.heard()
     outcomes = ann.end()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import fcntl
+import http.client
 import resource
 import select
 import socket
@@ -13,9 +13,8 @@ import termios
 import threading
 import time
 from collections import Counter, deque
-from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -397,6 +396,8 @@ def _pour(hands: Hands, port: int, begins: bytes, repeats: bytes, counts: Counte
                     sent = peer.send(view)
                     counts["bytes"] += sent
                     view = view[sent:] or memoryview(repeats)
+
+
 def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how that ended.
 
