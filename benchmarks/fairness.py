@@ -66,6 +66,7 @@ QUEUE = 64  # of the model whose queue A fills
 ASKED = 36  # requests of B meanwhile
 LARGE_BYTES = 8 * 1024 * 1024
 LONG_ROWS = 1024
+LONG_PREDICT_ROWS = 8000
 MAX_ROWS = 16  # of a request of A's, where there are tenants
 CONNECTIONS = 3000
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
@@ -494,6 +495,19 @@ def _kernel_buffers(plan: _Plan) -> Found:
     return {"attacks": {"answers that nobody reads": attack}, "n": attack.asked}
 
 
+def _long_predicts(plan: _Plan) -> Found:
+    """A keeps requests in flight that take seconds each, to a model with two workers whose requests are never split."""
+    question = _question(MLP, plan, MLP_WIDTH)
+    long = material.inputs(MLP_WIDTH, count=1, rows=LONG_PREDICT_ROWS)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {MLP: {"workers": 2}}) as stage:
+        load = (loads.keep, MLP, long, 4, 0)
+        attacks["long predicts, Unix"] = _attack(plan, stage, question, load)
+        stage.a.connect(f"ipc://{stage.service.address}", timeout=60.0)
+        attacks["long predicts, ZeroMQ"] = _attack(plan, stage, question, load)
+    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -772,6 +786,7 @@ PARTS: Mapping[str, Part] = {
     "gateway": _gateway,
     "descriptors": _descriptors,
     "kernel-buffers": _kernel_buffers,
+    "long-predicts": _long_predicts,
     "shares": _shares,
     "curve": _curve,
 }

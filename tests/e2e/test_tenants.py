@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "slow": {"path": models.patient(directory / "slow.onnx"), "workers": 1},
         "fatal": {"path": models.negated(directory / "fatal.onnx"), "workers": 2},
     }
-    daemon = {"max_user_connections": 64, "max_user_connection_rate": 64.0}
+    # Requests take long while the worker is stopped. That is not to count.
+    daemon = {"max_user_connections": 64, "max_user_connection_rate": 64.0, "max_job_s": 60.0}
     with Service(tables, daemon, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
         service.ready()
         yield service
@@ -291,3 +293,23 @@ def test_poison_of_one_tenant_costs_the_others_nothing(service: Service, ann: Us
     ann.end()
     assert asked.outcomes.keys() == {OK}
     assert asked.outcomes[OK] >= 3
+
+
+def test_long_requests_over_zeromq_leave_one_worker_to_another_tenant(
+    crowd: Mapping[int, User], tmp_path: Path
+) -> None:
+    ann, ben = crowd[ALICE], crowd[BOB]
+    tables = {"slow": {"path": models.patient(tmp_path / "slow.onnx"), "workers": 2}}
+    with Service(tables, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
+        service.ready()
+        ann.connect(f"ipc://{service.address}")
+        ben.connect(f"unix://{service.address}")
+        one, second = {"n": np.array([1], np.int64)}, {"n": np.array([1_000_000], np.int64)}
+        ben.ask("infer", "slow", one)
+        ann.begin(loads.keep, "slow", [second], 4)
+        # One of these has run, and four wait or run.
+        ann.heard()
+        took = ben.do(loads.time_of, "slow", one, 10)
+        ann.end()
+    # Without a worker left to it, some of them wait for a second and more.
+    assert sum(took) < 0.5, took

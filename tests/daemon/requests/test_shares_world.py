@@ -9,7 +9,7 @@ import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -20,10 +20,12 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.long_jobs import ACTIVE_S
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.daemon.requests.shares import SEVERAL_S, Clocks
+from weightd.daemon.requests.turns import Turns
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import OrderMessage, Predict, Result, Skip, Together
@@ -58,9 +60,17 @@ class Seat:
 class Model:
     """A desk, and what it is told to do."""
 
-    def __init__(self, world: World, max_queue: int, max_queue_bytes: int) -> None:
-        bounds = {"max_queue": max_queue, "max_queue_bytes": max_queue_bytes, "predict_timeout": 1000.0}
-        config = ModelConfig(path="/m.onnx", engine="onnxruntime", **bounds)  # type: ignore[arg-type]
+    def __init__(
+        self, world: World, max_queue: int, max_queue_bytes: int, workers: int, predict_timeout: float
+    ) -> None:
+        config = ModelConfig(
+            path="/m.onnx",
+            engine="onnxruntime",
+            max_queue=max_queue,
+            max_queue_bytes=max_queue_bytes,
+            predict_timeout=predict_timeout,
+            workers=workers,
+        )
         self.desk = Desk("m", config, self, self.order, lambda _: None, world.clocks)
         self.world = world
 
@@ -135,11 +145,25 @@ class World:
         max_queue: int = 20_000,
         terms: RowTerms = WHOLE,
         max_queue_bytes: int = 2**40,
+        predict_timeout: float = 1000.0,
     ) -> Model:
-        made = Model(self, max_queue, max_queue_bytes)
+        made = Model(self, max_queue, max_queue_bytes, max(1, len(devices)), predict_timeout)
         self.models.append(made)
         for device in devices:
             self.enlist(made, device, terms)
+        return made
+
+    def household(self, models: int, processes: int) -> list[Model]:
+        """Return models that are served by each of some processes, one job at a time."""
+        made = [Model(self, 1000, 2**40, processes, 1000.0) for _ in range(models)]
+        self.models += made
+        for each in made:
+            each.desk.scheduler.users = made[0].desk.scheduler.users
+        for _ in range(processes):
+            name, turns = f"w{next(self._numbers)}", Turns()
+            self.seats[name] = Seat(made[0], "ascend:0")
+            for index, each in enumerate(made):
+                each.desk.enlist_member(name, turns, index, self.now, device="ascend:0")
         return made
 
     def enlist(self, model: Model, device: str, terms: RowTerms = WHOLE) -> str:
@@ -150,12 +174,30 @@ class World:
         return name
 
     def ask(
-        self, model: Model, who: Tenant, seconds: float, then: Callable[[], object] | None = None, rows: int = 1
+        self,
+        model: Model,
+        who: Tenant,
+        seconds: float,
+        then: Callable[[], object] | None = None,
+        *,
+        rows: int = 1,
+        nbytes: int = 0,
+        level: int = 0,
     ) -> Request:
         number = next(self._numbers)
         origin = Origin(who.name, f"tenant {who.name}")
         request = Request(
-            number, who.name.encode(), f"id{number}", ASKED[rows], (b"",), self.now, 1e9, rows, origin, tenant=who
+            number,
+            who.name.encode(),
+            f"id{number}",
+            ASKED[rows],
+            (b"",),
+            self.now,
+            1e9,
+            nbytes or rows,
+            origin,
+            tenant=who,
+            level=level,
         )
         self.asked[number], self.seconds[number], self.whose[number] = request, seconds, model
         if then is not None:
@@ -179,6 +221,7 @@ class World:
 
     def gather(self, model: Model) -> None:
         while model.desk.next_event == AT_ONCE:
+            model.desk.guard.look(self.now)
             model.desk.dispatch_gathered(self.now)
 
     def at(self, when: float, what: Callable[[], object]) -> None:
@@ -207,7 +250,7 @@ class World:
         if seat.jobs:
             self.begin(name, seat)
         for number in job:
-            seat.model.desk.result(name, Result(number, ANSWERED), (b"",), self.now)
+            self.whose[number].desk.result(name, Result(number, ANSWERED), (b"",), self.now)
         self.gather(seat.model)
 
     def die(self, name: str, end: End = CRASH) -> None:
@@ -241,6 +284,13 @@ class World:
         after = self.running()
         return {name: after[name] - before[name] for name in after}
 
+    def settle(self) -> None:
+        """Have all that waits run, also what waits for nothing but the time."""
+        for _ in range(50):
+            self.run(20.0)
+            for model in self.models:
+                model.desk.dispatch(self.now)
+
     def running(self) -> Counter[str]:
         """What each has had, with what it has had by now of what runs."""
         had = self.had.copy()
@@ -252,10 +302,11 @@ class World:
         return had
 
     def conserves(self) -> bool:
-        """Whether no seat idles while something waits that it could run."""
+        """Whether no seat idles while something waits that it could run, and is not long."""
         return all(
-            seat.jobs or not any(True for each in seat.model.desk.scheduler.line if not each.company)
+            seat.jobs or not any(not each.company and each not in line.long for each in line)
             for seat in self.seats.values()
+            for line in [seat.model.desk.scheduler.line]
         )
 
 
@@ -518,6 +569,200 @@ def test_rows_that_go_together_are_few_while_another_tenant_waits() -> None:
     assert max(map(len, world.jobs)) <= 3
 
 
+# --- requests that take long ------------------------------------------------------------------------------------------
+
+
+class Sized(NamedTuple):
+    """Requests of one size, which take as long as each other."""
+
+    nbytes: int
+    seconds: float
+
+
+LONG, SHORT = Sized(8000, 9.0), Sized(16, 0.018)
+
+
+def one_after_another(world: World, model: Model, who: Tenant, each: Sized) -> list[float]:
+    """Have a tenant send one request at a time, and return the list to which its waiting times will be added."""
+    waits: list[float] = []
+
+    def ask() -> None:
+        sent = world.now
+
+        def answered() -> None:
+            waits.append(world.now - sent - each.seconds)
+            world.at(world.now + 0.001, ask)
+
+        world.ask(model, who, each.seconds, answered, nbytes=each.nbytes)
+
+    ask()
+    return waits
+
+
+def in_flight(world: World, model: Model, who: Tenant, sizes: Callable[[], Sized], depth: int, level: int = 0) -> None:
+    """Have a tenant keep so many requests in flight."""
+
+    def ask() -> None:
+        size = sizes()
+        again = lambda: world.at(world.now, ask)  # noqa: E731
+        world.ask(model, who, size.seconds, again, nbytes=size.nbytes, level=level)
+
+    for _ in range(depth):
+        ask()
+
+
+def beside_long(world: World, model: Model, long: Model | None = None, level: int = 0) -> list[float]:
+    """Return the waiting times of B, which sends one request at a time while A has four long requests in flight."""
+    a, b = tenant("a"), tenant("b")
+    waits = one_after_another(world, model, b, SHORT)
+    world.run(1.0)
+    # That the requests of A take long is not known before one of them has run.
+    in_flight(world, long or model, a, lambda: LONG, 4, level)
+    world.run(2 * LONG.seconds)
+    waits.clear()
+    world.run(60.0)
+    assert world.had["a"] > 50.0
+    return waits
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_long_requests_leave_one_worker_to_other_tenants(level: int) -> None:
+    world = World()
+    waits = beside_long(world, world.model("cpu", "cpu"), level=level)
+    assert max(waits) < 1e-6
+    assert len(waits) > 2000
+
+
+def test_long_requests_of_one_model_leave_one_process_to_the_other_models_in_it() -> None:
+    world = World()
+    model, other = world.household(2, 2)
+    waits = beside_long(world, model, other)
+    assert max(waits) < 1e-6
+    assert len(waits) > 2000
+
+
+def test_of_the_only_worker_long_requests_have_no_more_than_their_share() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    waits = one_after_another(world, model, b, SHORT)
+    in_flight(world, model, a, lambda: LONG, 4)
+    world.run(20.0)
+    waits.clear()
+    had = world.run(90.0)
+    assert sorted(waits)[len(waits) * 99 // 100] < 1e-6
+    assert had["a"] == pytest.approx(45.0, abs=LONG.seconds)
+
+
+@pytest.mark.parametrize("seats", [1, 2])
+def test_once_no_other_tenant_is_active_long_requests_have_all_workers(seats: int) -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model(*["cpu"] * seats)
+    world.ask(model, b, SHORT.seconds)
+    world.ask(model, a, LONG.seconds, nbytes=LONG.nbytes)
+    world.run(LONG.seconds + 0.1)
+    world.ask(model, b, SHORT.seconds)
+    for _ in range(20):
+        world.ask(model, a, LONG.seconds, nbytes=LONG.nbytes)
+    world.run(0.5)
+    assert sum(bool(seat.jobs) for seat in world.seats.values()) == seats - 1
+    # Nothing but the clock tells that the other one is not active any more.
+    due = model.desk.next_event
+    assert due <= world.now + ACTIVE_S
+    world.run(due - world.now)
+    model.desk.dispatch(world.now)
+    assert sum(bool(seat.jobs) for seat in world.seats.values()) == seats
+    world.settle()
+    assert len(world.answers) == len(world.asked)
+
+
+def test_a_tenant_that_asks_now_and_then_finds_a_worker_too() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    world.ask(model, b, SHORT.seconds)
+    in_flight(world, model, a, lambda: LONG, 4)
+    world.run(2 * LONG.seconds)
+    for _ in range(5):
+        rare = world.ask(model, b, SHORT.seconds)
+        world.run(0.5 * ACTIVE_S)
+        assert world.waited[rare.number] == 0.0
+    world.run(2 * ACTIVE_S)
+    model.desk.dispatch(world.now)
+    assert not model.desk.scheduler.line.shared
+    assert all(seat.jobs for seat in world.seats.values())
+
+
+def test_requests_that_take_as_long_as_those_of_others_have_all_workers() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    for each, seconds in ((a, 0.5), (b, 0.3)):
+        world.load(model, each, always(seconds), 8)
+    had = world.run(SHARES_FOR_S)
+    assert sum(had.values()) == pytest.approx(2 * SHARES_FOR_S, rel=0.01)
+    assert error(had, {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_short_requests_pass_the_long_ones_of_their_own_tenant() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu")
+    one_after_another(world, model, b, SHORT)
+    in_flight(world, model, a, lambda: LONG, 4)
+    world.run(2 * LONG.seconds)
+    short = world.ask(model, a, SHORT.seconds, nbytes=SHORT.nbytes)
+    world.run(1.0)
+    assert short.number in world.answers
+
+
+def test_a_request_that_hung_is_long_for_the_next_time() -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu", "cpu", predict_timeout=5.0)
+    waits = one_after_another(world, model, b, SHORT)
+    world.ask(model, a, 1000.0, nbytes=LONG.nbytes)
+    world.run(5.0)
+    for name, _ in list(model.desk.overdue(world.now)):
+        world.seats.pop(name)
+    assert len(world.seats) == 1
+    world.enlist(model, "cpu")
+    waits.clear()
+    for _ in range(4):
+        world.ask(model, a, 1000.0, nbytes=LONG.nbytes)
+    world.run(4.0)
+    assert len(waits) > 100
+    assert max(waits) < 1e-6
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    st.lists(st.builds(Sized, st.integers(1, 10_000), st.floats(0.01, 3.0)), min_size=1, max_size=5),
+    st.integers(2, 4),
+    st.integers(1, 12),
+    st.integers(0, 2**32),
+)
+def test_whatever_sizes_another_tenant_sends_each_is_waited_for_once_at_most(
+    sizes: list[Sized], seats: int, depth: int, seed: int
+) -> None:
+    """That a size takes long is known once a request of that size has run."""
+    by_size = {each.nbytes.bit_length(): each for each in sizes}
+    world, a, b, some = World(), tenant("a"), tenant("b"), random.Random(seed)
+    model = world.model(*["cpu"] * seats)
+    waits = one_after_another(world, model, b, SHORT)
+    world.run(0.1)
+    in_flight(world, model, a, lambda: some.choice([*by_size.values()]), depth)
+    world.run(8.0)
+    normal = max(world.clocks.max_job_s, 2 * SHORT.seconds) + 1e-6
+    assert sum(each > normal for each in waits) <= len(by_size)
+
+
+def test_short_requests_hide_long_ones_of_their_size_for_a_hundredth_of_the_time() -> None:
+    world, a, b, some = World(), tenant("a"), tenant("b"), random.Random(1)
+    model = world.model("cpu", "cpu")
+    waits = one_after_another(world, model, b, SHORT)
+    in_flight(world, model, a, lambda: Sized(1000, 0.5 if some.random() < 0.05 else 0.01), 8)
+    world.run(5.0)
+    waits.clear()
+    world.run(30.0)
+    assert max(waits) <= 0.01
+
+
 # --- the bound of what waits ------------------------------------------------------------------------------------------
 
 
@@ -595,7 +840,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
         assert all(of_quota(each) == world.standing(each) for each in who)
     for model in made:
         world.enlist(model, DEVICES[0], terms)
-    world.run(1000.0)
+    world.settle()
     assert world.answers.keys() == world.asked.keys()
     assert all(of_quota(each) == (0, 0, 0) for each in who)
     assert all(model.desk.scheduler.idle for model in made)

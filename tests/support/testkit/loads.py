@@ -152,9 +152,12 @@ def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answer
 def keep(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1) -> Asked:
     """Keep so many requests in flight until told to end, and leave them then.
 
-    It tells when so many have ended; what it returns is of those after that. Who is refused asks again at once.
+    It tells when so many have ended, with 0 at once; what it returns is of those after that. Who is refused asks again
+    at once.
     """
     outcomes: Counter[str] = Counter()
+    if not warm_up:
+        hands.tell("begun")
     begin = time.perf_counter()
     with hands.another() as client:
         pending: Deque[Pending] = deque()

@@ -64,7 +64,8 @@ class DaemonConfig:
 
     max_job_s: float = field(default=0.1, metadata=number(MAX_SECONDS))
     """Seconds that one predict of many rows may take, about, while another tenant asks: less has nobody wait for long,
-    more makes better use of a device. A request whose rows cannot be told apart takes as long as it takes."""
+    more makes better use of a device. Requests that cannot be split and are expected to take longer do not take the
+    last free worker of a model, unless those of the other tenants take about as long."""
 
     metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.

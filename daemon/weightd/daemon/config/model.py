@@ -160,6 +160,13 @@ class ModelConfig:
         return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
 
     @property
+    def concurrency(self) -> int:
+        """How many predicts of it can run at once."""
+        if self.ranks is not None:
+            return max(1, len(self.ranks.groups))
+        return len(self.devices) * (self.workers if self.group is None else 1)
+
+    @property
     def level(self) -> int:
         """The priority of a request that names none."""
         return self.default_priority or (self.priority_levels + 1) // 2

@@ -31,6 +31,7 @@ from weightd.daemon.models.sources import Numbers
 from weightd.daemon.models.stage import Succession
 from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent
 from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.long_jobs import Users
 from weightd.daemon.requests.turns import Turns
 from weightd.protocol.errors import FailedPrecondition, Unavailable
 from weightd.protocol.messages.children import Built
@@ -50,6 +51,7 @@ class Household:
     Attributes:
         members: in their order, as far as they have been made.
         deployments: one for each device.
+        users: the tenants that use its processes.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Household:
             for device in config.devices
         ]
         self.turns: dict[str, Turns] = {}
+        self.users = Users()
 
     @property
     def desks(self) -> Sequence[Desk]:
@@ -207,6 +210,7 @@ class Member(Model):
         self._index = len(household.members)
         self.is_leaving = False
         self.deployments = household.deployments
+        self.desk.scheduler.users = household.users
         if household.members:
             self._house = household.members[0].house
         else:

@@ -89,7 +89,8 @@ class Desk:
         clocks: Clocks | None = None,
     ) -> None:
         bounds = config.max_queue, config.max_queue_bytes, config.predict_timeout
-        self.scheduler = Scheduler(*bounds, due_by, levels=config.priority_levels, clocks=clocks)
+        levels, count = config.priority_levels, config.concurrency
+        self.scheduler = Scheduler(*bounds, due_by, levels=levels, clocks=clocks, count=count)
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)
         self.signature = Signature(_bounds(config))
         self.writers = Writers()

@@ -29,6 +29,7 @@ class Job:
         bill: what it has been charged, where there are several tenants.
         answered: its parts that were, but for the last.
         is_settled: its seconds have been told.
+        is_long: it is expected to take longer than other tenants should wait.
         began: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
     """
 
@@ -41,6 +42,7 @@ class Job:
     bill: Bill | None = None
     answered: tuple[Part, ...] = ()
     is_settled: bool = False
+    is_long: bool = False
 
     @classmethod
     def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:

@@ -44,6 +44,7 @@ class Line:
 
     Attributes:
         normal: what waits for nothing but its turn and a seat, and has not begun.
+        long: requests that take too long for the last free seat, see `Scheduler`; while there are several tenants.
         begun: what runs in parts, of which some have still to be given to seats: those of the first, then the next's.
         cuts: the requests that run in parts and have not ended, by their numbers.
         was_part: whether the last job was a part of a request.
@@ -65,11 +66,11 @@ class Line:
         # Those whose last job was a part of a request.
         self._had_part: set[Tenant] = set()
         # The last is what is looked at before it may run.
-        self._put(waiting(levels), waiting(1), waiting(levels), waiting(1))
+        self._put(waiting(levels), waiting(1), waiting(levels), waiting(levels), waiting(1))
 
-    def _put(self, normal: Queued, confined: Queued, begun: Queued, aside: Queued) -> None:
-        self.normal, self._confined, self.begun, self._aside = normal, confined, begun, aside
-        self._queues: Sequence[Queued] = (normal, confined, begun, aside)
+    def _put(self, normal: Queued, confined: Queued, begun: Queued, long: Queued, aside: Queued) -> None:
+        self.normal, self._confined, self.begun, self.long, self._aside = normal, confined, begun, long, aside
+        self._queues: Sequence[Queued] = (normal, confined, begun, long, aside)
 
     # --- who comes and goes -------------------------------------------------------------------------------------
 
@@ -98,7 +99,8 @@ class Line:
 
     def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
         """Put what is `chosen` aside, and return it. What has begun goes on."""
-        chosen_ones = [request for queue in (self.normal, self._confined) for request in queue.withdraw(chosen)]
+        queues = (self.normal, self._confined, self.long)
+        chosen_ones = [request for queue in queues for request in queue.withdraw(chosen)]
         for request in chosen_ones:
             self._aside.append(request)
         return chosen_ones
@@ -111,7 +113,7 @@ class Line:
 
     def confine(self, chosen: Callable[[Request], bool]) -> None:
         """What is `chosen` waits among those of which one runs at a time."""
-        for queue in (self.normal, self.begun):
+        for queue in (self.normal, self.begun, self.long):
             for request in queue.withdraw(chosen):
                 self._confined.append(request)
 
@@ -138,7 +140,7 @@ class Line:
     def share(self) -> None:
         """There are several tenants from now on; what waits is of one so far."""
         self.shared = True
-        levels = (self._levels, 1, self._levels, 1)
+        levels = (self._levels, 1, self._levels, self._levels, 1)
         whose = self.presence.changed
         for request in itertools.islice(self, 1):
             whose(request.tenant)
@@ -150,6 +152,7 @@ class Line:
         self.shared = False
         self.presence.over()
         self._had_part.clear()
+        self.normal.put_back(self.long.withdraw(lambda _: True))
         self._put(*(queue.sole() if isinstance(queue, ByTenant) else queue for queue in self._queues))
 
     @property
@@ -198,17 +201,24 @@ class Line:
         """Yield the requests that may run next, each with its queue, in the order of their turns.
 
         That is the one that has come first, and some of what has begun; these take turns, if both are of the same
-        priority.
+        priority. The first of the long ones is before or behind these, wherever its turn is.
         """
-        return _turns(self.next_whole(), self.begun, was_part=self.was_part)
+        return _with_long(self.next_whole(), self.begun, self.long, was_part=self.was_part)
 
-    def fair_turns(self, clock: Clock) -> Iterator[tuple[Queued, Request]]:
+    def fair_turns(self, clock: Clock, is_long: Callable[[Request], bool]) -> Iterator[tuple[Queued, Request]]:
         """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.presence.look(), key=clock.order):
-            normal, confined, begun = self._of(tenant)
+            self._set_apart(tenant, is_long)
+            normal, confined, begun, long = self._of(tenant)
+            mine = {id(confined): self._confined, id(begun): self.begun, id(long): self.long}
             whole, had_part = self._whole(normal, confined, tenant), tenant in self._had_part
-            for queue, request in _turns(whole, begun, was_part=had_part):
-                yield self._confined if queue is confined else self.begun if queue is begun else self.normal, request
+            for queue, request in _with_long(whole, begun, long, was_part=had_part):
+                yield mine.get(id(queue), self.normal), request
+
+    def sort_out(self, is_long: Callable[[Request], bool]) -> None:
+        """Have the requests at the head of `normal` that are long wait in `long`, while there are several tenants."""
+        for tenant in self.presence.look():
+            self._set_apart(tenant, is_long)
 
     def fair(self, clock: Clock, guess: float) -> Iterator[Request]:
         """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
@@ -238,12 +248,12 @@ class Line:
     @property
     def count(self) -> int:
         """Requests that wait."""
-        return self.normal.count + self._confined.count + self.begun.count + self._aside.count
+        return self.normal.count + self._confined.count + self.begun.count + self.long.count + self._aside.count
 
     @property
     def is_still(self) -> bool:
         """Whether nothing waits that may run. Cheap: this is asked with every answer."""
-        return not (self.normal.count or self._confined.count or self.begun.count)
+        return not (self.normal.count or self._confined.count or self.begun.count or self.long.count)
 
     @property
     def aside(self) -> Request | None:
@@ -268,7 +278,16 @@ class Line:
 
     def _of(self, tenant: Tenant) -> list[Waiting]:
         """What waits of a tenant and may run, in the order of `_queues`."""
-        return [queue.of(tenant) for queue in self._apart[:3]]
+        return [queue.of(tenant) for queue in self._apart[:4]]
+
+    def _set_apart(self, tenant: Tenant, is_long: Callable[[Request], bool]) -> None:
+        while (there := self._of(tenant))[0].count and is_long(request := there[0].first):
+            self.normal.remove(request)
+            long = there[3]
+            if long.count and turn(request) < turn(long.first):
+                self.long.put_back([request])
+            else:
+                self.long.append(request)
 
     def _amount(self, tenant: Tenant, *, is_many: bool) -> int:
         queues = [queue.of(tenant) for queue in self._apart]
@@ -297,6 +316,16 @@ class Line:
         if not confined.count or self._runs_confined(tenant):
             return normal if normal.count else None
         return normal if normal.count and turn(normal.first) < turn(confined.first) else confined
+
+
+def _with_long(whole: _Q | None, begun: _Q, long: _Q, *, was_part: bool) -> Iterator[tuple[_Q, Request]]:
+    """Yield what `_turns` does, and the first of the long requests, wherever its turn is."""
+    if not long.count:
+        return _turns(whole, begun, was_part=was_part)
+    if whole is None:
+        return _turns(long, begun, was_part=was_part)
+    first, second = (long, whole) if turn(long.first) < turn(whole.first) else (whole, long)
+    return itertools.chain(_turns(first, begun, was_part=was_part), [(second, second.first)])
 
 
 def _turns(whole: _Q | None, begun: _Q, *, was_part: bool) -> Iterator[tuple[_Q, Request]]:

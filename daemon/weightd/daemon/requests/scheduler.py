@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.line import Line, Queued
+from weightd.daemon.requests.long_jobs import Durations, Users
 from weightd.daemon.requests.part import FIRST_PART, Part
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.terms import Form, RowTerms
+from weightd.daemon.requests.rows.terms import WHOLE, Form, RowTerms
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.seats import Seats
 from weightd.daemon.requests.shares import SEVERAL_S, Clocks
@@ -45,27 +46,31 @@ class Scheduler:
         due_by: called with a time that is sooner than what `next_event` was, and AT_ONCE for what is put `aside`.
         levels: of priority.
         clocks: of the devices, for all models.
+        count: how many jobs the seats can run at once when all of them are there.
 
     Attributes:
         tally: what has run.
         seats: where it runs.
         line: what waits.
         clocks: as above.
+        users: the tenants that use the seats; one object for all models of one process.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         max_queue: int,
         max_queue_bytes: int,
         predict_timeout: float = float("inf"),
         due_by: Callable[[float], object] = lambda _: None,
+        *,
         levels: int = 1,
         clocks: Clocks | None = None,
+        count: int = 1,
     ) -> None:
         self._due_by = due_by
         self.tally = Tally()
         self.clocks = clocks if clocks is not None else Clocks()
-        self.seats = Seats(predict_timeout, due_by, self.tally, self._on)
+        self.seats = Seats(predict_timeout, due_by, self.tally, self._on, self._ran)
         self.line = Line(max_queue, max_queue_bytes, levels, self.seats.run_confined)
         self._part_numbers = itertools.count(FIRST_PART)
         # No outstanding request has an earlier deadline than this.
@@ -75,6 +80,11 @@ class Scheduler:
         # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
         self._last: Tenant | None = None
         self._last_at = self._others_at = -math.inf
+        self.users = Users()
+        self._durations = Durations()
+        self._count = count
+        # When a long request may be given to a seat that it was not given to, without any other event.
+        self._long_at = math.inf
         # They have given way to others.
         self._evicted: list[tuple[Request, RequestError]] = []
 
@@ -91,9 +101,13 @@ class Scheduler:
         if now >= clocks.until:
             self._last = tenant
             return
+        self.users.asks(tenant, now)
         if not self.line.shared:
             self._share()
             self._last_at = now
+            if self._last is not None:
+                # When that was is not known.
+                self.users.asks(self._last, now)
         if tenant is not self._last:
             self._last, self._others_at = tenant, self._last_at
         self._last_at = now
@@ -159,6 +173,7 @@ class Scheduler:
             self._see_tenants(now)
         if line.cuts:
             self._begin_anew()
+        self._long_at = math.inf
         self.seats.look_for_missed(now)
         while (turn := self._turn(now)) is not None:
             queue, request, seat = turn
@@ -292,8 +307,7 @@ class Scheduler:
     @property
     def next_event(self) -> float:
         """No request and no seat is due for `expire` or `overdue` before this (monotonic seconds)."""
-        earliest, look = self._earliest, self.seats.look
-        return earliest if earliest < look else look
+        return min(self._earliest, self.seats.look, self._long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -306,7 +320,11 @@ class Scheduler:
         line, is_first = self.line, True
         if line.shared and self._others_may_ask(now):
             return self._fair_turn(now)
+        if line.shared:
+            line.sort_out(lambda request: self._is_long(request, now))
         for queue, request in line.turns():
+            if line.shared and queue is not line.begun and not self._may_begin(request, now):
+                continue
             seat = self.seats.freest(request, line.cuts.get(request.number), line.normal, now)
             if seat is not None and (seat.is_free or is_first):
                 return queue, request, seat
@@ -323,11 +341,51 @@ class Scheduler:
         """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
         line = self.line
         for seat in self.seats.open(now):
-            for queue, request in line.fair_turns(self.clocks.of(seat.device)):
+            for queue, request in line.fair_turns(self.clocks.of(seat.device), lambda each: self._is_long(each, now)):
                 cut = line.cuts.get(request.number)
-                if (cut is None or cut.terms == seat.terms) and seat.takes(request.company, now):
+                if cut is not None and cut.terms != seat.terms:
+                    continue
+                if seat.takes(request.company, now) and (cut is not None or self._may_begin(request, now)):
                     return queue, request, seat
         return None
+
+    def _is_long(self, request: Request, now: float) -> bool:
+        """Whether a request is expected to take so long that other tenants should not have to wait for it."""
+        seconds = self._durations.expected(request.tenant, request.content_bytes)
+        if seconds <= self.clocks.max_job_s or seconds <= self._bound(request.tenant, now):
+            return False
+        terms = next((seat.terms for seat in self.seats), WHOLE)
+        form = terms.form(request.description)
+        return form is None or not terms.cuts(form)
+
+    def _bound(self, tenant: Tenant, now: float) -> float:
+        return self.users.bound(tenant, self.clocks.max_job_s, now)
+
+    def _may_begin(self, request: Request, now: float) -> bool:
+        """Whether a request may have a free seat: one that is long leaves the last one to other tenants.
+
+        Where there is only one it may have that, and rests afterwards, so that its tenant gets no more than its share
+        of the time even while nothing of the others waits.
+        """
+        if not self._is_long(request, now):
+            return True
+        if self._count > 1:
+            at = now if self.seats.spare(now, self.clocks.max_job_s) > 1 else math.inf
+        else:
+            at = self.users.rests_until(request.tenant, now)
+        if at <= now:
+            return True
+        self._long_at = min(self._long_at, at, self.users.active_until(request.tenant, now))
+        self._due_by(self._long_at)
+        return False
+
+    def _ran(self, request: Request, seconds: float, now: float) -> None:
+        """A seat has run a request."""
+        tenant = request.tenant
+        self._durations.add(tenant, request.content_bytes, seconds, now)
+        self.users.ran(tenant, seconds)
+        if self._count == 1 and seconds > self.clocks.max_job_s:
+            self.users.ran_long(tenant, seconds, now)
 
     def _give(self, seat: Seat, request: Request, form: Form | None, now: float) -> Job:
         """Have the seat run a request of this form, as soon as it has nothing before it."""
@@ -340,6 +398,7 @@ class Scheduler:
         line.was_part = job.number >= FIRST_PART
         if line.shared:
             line.gave(request.tenant, part=line.was_part)
+            job.is_long = job.sole is request and self._is_long(request, now)
             self._charge(seat, job)
         self.seats.give(seat, job, now)
         return job
@@ -404,6 +463,10 @@ class Scheduler:
             there = {request.tenant for request in self._outstanding()}
             if len(there) > 1:
                 clocks.until = now + SEVERAL_S
+                return
+            known = there if self._last is None else {*there, self._last}
+            if any(self._durations.longest(each) > self._bound(each, now) for each in known):
+                # The last seat is left to other tenants that were active.
                 return
             # Whoever asks next is another one, if it is not the one who is there.
             self._last = next(iter(there), self._last)

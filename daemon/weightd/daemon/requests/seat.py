@@ -59,6 +59,10 @@ class Seat:
         """Whether it would begin with a job at once."""
         return len(self.jobs) < self.concurrency
 
+    def long_jobs(self, now: float, long_s: float) -> int:
+        """Return how many of its jobs are expected to take long, or already have run for `long_s` seconds."""
+        return sum(job.is_long or job.began + long_s <= now for job in self.jobs.values())
+
     @property
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""

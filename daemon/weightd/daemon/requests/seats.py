@@ -65,6 +65,8 @@ class Seats:
         due_by: called with a time that is sooner than `look` was.
         tally: of what has run.
         moved: called when there is a seat on a device where there was none before.
+        ran: called with the request of a job, the seconds that the job took and the clock, while there are several
+            tenants; not for jobs of several requests, nor for parts of one.
 
     Attributes:
         enlisted: those that take jobs, by name. One that is not among them gets nothing new but may still answer.
@@ -82,11 +84,13 @@ class Seats:
         due_by: Callable[[float], object],
         tally: Tally,
         moved: Callable[[], object] = lambda: None,
+        ran: Callable[[Request, float, float], object] = lambda _request, _seconds, _now: None,
     ) -> None:
         self._predict_timeout = predict_timeout
         self._due_by = due_by
         self._tally = tally
         self._moved = moved
+        self._on_ran = ran
         self.everywhere: set[str] = set()
         self._seats: dict[str, Seat] = {}
         self.enlisted: dict[str, Seat] = {}
@@ -253,6 +257,7 @@ class Seats:
         else:
             took = seat.finished(job, now)
             job.settle(took, part)
+            self._tell_ran(job, part, took, now)
             self._ran.append(took / job.count)
             self._tally.executions += 1
             self.meter.compute.add(took)
@@ -300,6 +305,8 @@ class Seats:
                 longest = min(seat.jobs.values(), key=lambda job: job.began)
                 del seat.jobs[longest.number]
                 longest.settle(now - longest.began)
+                for part in longest.parts.values():
+                    self._tell_ran(longest, part, now - longest.began, now)
                 yield Overdue(seat, longest, self.remove(seat))
             elif now >= seat.since + QUICK_S:
                 again = [part for job in seat.ready for part in self._recall(seat, job, list(job.parts))]
@@ -372,7 +379,16 @@ class Seats:
         seconds = max(self.mean, running) * queued / taking
         return max(seconds, _LEAST_RETRY_S)
 
+    def spare(self, now: float, long_s: float) -> int:
+        """Return how many jobs the seats could run beside those that are long, or have run for `long_s` seconds."""
+        seats = (*self.enlisted.values(), *self._paused.values())
+        return sum(max(0, seat.concurrency - seat.long_jobs(now, long_s)) for seat in seats)
+
     # --- within -------------------------------------------------------------------------------------------------
+
+    def _tell_ran(self, job: Job, part: Part, seconds: float, now: float) -> None:
+        if job.bill is not None and job.count == 1 and part.cut is None:
+            self._on_ran(part.request, seconds, now)
 
     def _may_be_behind(self, seat: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""

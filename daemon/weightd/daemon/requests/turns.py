@@ -88,6 +88,11 @@ class MemberSeat(Seat):
         """Whether the process computes, for whichever model."""
         return self.turns.running is not None
 
+    def long_jobs(self, now: float, long_s: float) -> int:
+        """Return whether the job that the process runs, for whichever model, is long, as 0 or 1."""
+        running = self.turns.running
+        return 0 if running is None else Seat.long_jobs(running, now, long_s)
+
     def give(self, job: Job, now: float) -> bool:
         """It has a job, and begins with it."""
         self.turns.begins(self)
