@@ -113,6 +113,8 @@ class Fairness(Result):
         attack_failed: requests of B that failed or were refused during and after all attacks.
         attacks: B's latency before, during and one second after each attack.
         gateway_mib: PSS of the gateway in MiB, likewise.
+        log_lines: lines that the daemon logged during the attacks on its log.
+        events_lost: of the events of B and of the daemon before them, those that the daemon had forgotten afterwards.
         seconds: p50 of B alone and beside A, of each part.
         spreads: quartiles of the ratios.
     """
@@ -139,6 +141,8 @@ class Fairness(Result):
     attack_p99_excess_ms: float | None = None
     attack_after_p50_ratio: float | None = None
     attack_failed: int | None = None
+    log_lines: int | None = None
+    events_lost: int | None = None
     attacks: Mapping[str, tuple[Moment, Moment, Moment]] = dataclasses.field(
         default_factory=dict[str, tuple["Moment", "Moment", "Moment"]]
     )
@@ -166,6 +170,8 @@ class Fairness(Result):
             Target("attack_p99_excess_ms", 10.0),
             Target("attack_after_p50_ratio", 1.5),
             Target("attack_failed", 0),
+            Target("log_lines", 100),
+            Target("events_lost", 0),
         ]
         return [each for each in bounds if getattr(self, each.key) is not None]
 
@@ -495,6 +501,43 @@ def _kernel_buffers(plan: _Plan) -> Found:
     return {"attacks": {"answers that nobody reads": attack}, "n": attack.asked}
 
 
+def _log_flood(plan: _Plan) -> Found:
+    """A has each of its connections hung up for what it has sent, which the daemon logs."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    lines = 0
+    with _stage(plan, {TINY: {}}) as stage, stage.service.client() as watcher:
+        unix, zeromq = f"{stage.service.address}.unix", stage.service.address
+        stage.b.do(loads.garbage, unix, 0.0)
+        before = _events(watcher)
+        if not any(f"uid {users.BOB}" in each for each in before):
+            raise UnavailableError("fairness: no event tells of what B did")
+        for name, load in {"Unix": (loads.garbage, unix), "ZeroMQ": (loads.overlong, zeromq)}.items():
+            count = stage.service.log.count("\n")
+            attacks[f"log flood, {name}"] = _attack(plan, stage, question, load)
+            more = stage.service.log.count("\n") - count
+            lines += more
+            progress(f"{more} lines of the log")
+        after = _events(watcher)
+    return {
+        "attacks": attacks,
+        "log_lines": lines,
+        "events_lost": sum(each not in after for each in before),
+        "n": sum(each.count for each in attacks.values()),
+    }
+
+
+def _events(client: Client) -> list[str]:
+    """Return the texts of all events that the daemon keeps."""
+    texts: list[str] = []
+    answer = client.events()
+    while True:
+        texts += [each.text for each in answer.events]
+        if not answer.more:
+            return texts
+        answer = client.events(answer.last)
+
+
 def _long_predicts(plan: _Plan) -> Found:
     """A keeps requests in flight that take seconds each, to a model with two workers whose requests are never split."""
     question = _question(MLP, plan, MLP_WIDTH)
@@ -787,6 +830,7 @@ PARTS: Mapping[str, Part] = {
     "descriptors": _descriptors,
     "kernel-buffers": _kernel_buffers,
     "long-predicts": _long_predicts,
+    "log-flood": _log_flood,
     "shares": _shares,
     "curve": _curve,
 }

@@ -39,6 +39,7 @@ from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import clock
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import INTERRUPT
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.daemon.host.happened import Happened
@@ -161,7 +162,7 @@ class Server:
         self._measured = Measured()
         self._memory = Memory()
         self._tails: list[Tails] = []
-        self._happened = Happened()
+        self._happened, self._client_log = Happened(), ClientLog()
         self._has_changed = True
         self._started = time.monotonic()
         self._shutdown = Shutdown()
@@ -232,12 +233,13 @@ class Server:
             max_shm_bytes=shared,
             user_limits=daemon.user_limits,
             access=self._access,
+            log=self._client_log,
         )
         self._backend.on_several(self._frontend.hold)
         for listener in sockets.unix:
             self._frontend.listen(listener)
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
-        self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote)
+        self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote, log=self._client_log)
         self._scrapes = self._tell_scrapes(sockets.metrics)
         self._loop.on_pause(self._paused)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
@@ -303,6 +305,7 @@ class Server:
         model.desk.count_with(self._meters.of(name))
         model.desk.scheduler.clocks = self._clocks
         model.desk.guard.suspects.tenants = self._suspects
+        model.desk.guard.log = self._client_log
         self._loop.add_timer(model.timer)
         return model
 

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from weightd.daemon.clients import crowd
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.crowd import Doorkeeper, max_regions
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import Crowd, allow_descriptors, for_clients
 from weightd.daemon.requests.request import Origin
 from weightd.shared.stream import Stream
@@ -23,7 +24,7 @@ class Hall:
     def __init__(self) -> None:
         self.there: list[Connection] = []
         self.sockets: list[socket.socket] = []
-        self.crowd = Doorkeeper()
+        self.crowd = Doorkeeper(ClientLog())
         self._turned_away: list[Connection] = []
 
     def come(self, count: int = 1, user: str = "a", *, speak: bool = True) -> None:

@@ -26,6 +26,7 @@ from weightd.daemon.clients.gates import Gates, Lock, delay
 from weightd.daemon.gate.lane import MAX_UNREAD_BYTES
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.listening import listening
+from weightd.daemon.host.logs import client_of
 from weightd.daemon.host.loop import Loop
 from weightd.protocol.framing import MAX_FRAMES
 from weightd.shared.stream import Stream
@@ -463,6 +464,20 @@ def test_a_message_of_too_many_frames_ends_its_connection(
     assert is_hung_up(many)
     assert ask(client, b"hello") == [b"hello"]
     until(lambda: len(daemon.lanes) == 1, "the others are gone")
+
+
+def test_the_daemon_logs_once_what_a_client_makes_its_gate_log_again_and_again(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = serve()
+    for _ in range(20):
+        ask(connect(), *[b"x"] * (MAX_FRAMES + 1))
+    assert ask(connect(), b"hello") == [b"hello"]
+    until(lambda: len(daemon.lanes) == 1, "the others are gone")
+    lines = [each for each in caplog.records if "more frames than there may be" in each.getMessage()]
+    # A period may end meanwhile.
+    assert 1 <= len(lines) <= 2
+    assert {client_of(each) for each in lines} == {f"uid {os.getuid()}"}
 
 
 def test_a_message_that_does_not_end_is_ended(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.happened import Happened
-from weightd.daemon.host.logs import about
+from weightd.daemon.host.happened import MOST, Happened
+from weightd.daemon.host.logs import about, of_client
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.journal import Event, Events
@@ -76,12 +76,50 @@ def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
         log(happened, "x" * size, model=model)
     kept = pages(happened)
     assert len(kept) <= most
-    assert [each.model for each in kept] == [model for model, _ in logged][len(logged) - len(kept) :]
+    # Of each model those that came last.
+    for model in ("", "m", "n"):
+        mine, texts = [each for each in kept if each.model == model], [size for of, size in logged if of == model]
+        assert [len(each.text) for each in mine] == [min(size, 1024) for size in texts[len(texts) - len(mine) :]]
     assert pages(happened, limit=limit) == kept
     assert pages(happened, model="m", limit=limit) == [each for each in kept if each.model == "m"]
     answer = happened.answer(Events("1"))
+    assert answer.more == 0
     assert answer.missed + len(kept) == len(logged)
-    assert happened.answer(Events("1", answer.last + answer.more)).events == ()
+    assert happened.answer(Events("1", answer.last)).events == ()
+
+
+def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: Happened) -> None:
+    with happened.listening():
+        LOG.error("of the daemon")
+        LOG.warning("of a model", extra=about("m", 1))
+        LOG.warning("of b", extra=of_client("uid 2"))
+        for number in range(3000):
+            LOG.warning("of a %d", number, extra=of_client("uid 1"))
+        LOG.warning("of a host", extra=of_client("host ::1"))
+    texts = [each.text for each in pages(happened)]
+    assert len(texts) == MOST
+    assert {"of the daemon", "of a model", "of b", "of a host", "of a 2999"} <= {*texts}
+
+
+def test_many_clients_leave_half_of_what_is_kept_to_the_daemon() -> None:
+    happened = Happened(100)
+    logging.getLogger("weightd").setLevel(logging.INFO)
+    with happened.listening():
+        for number in range(80):
+            LOG.warning("of the daemon %d", number)
+        for number in range(1000):
+            LOG.warning("of %d", number, extra=of_client(f"host {number}"))
+    texts = [each.text for each in pages(happened)]
+    assert sum("of the daemon" in each for each in texts) == 50
+    assert len(texts) == 100
+
+
+def test_a_model_whose_workers_die_all_the_time_leaves_the_events_of_others(happened: Happened) -> None:
+    with happened.listening():
+        LOG.info("of another", extra=about("n", 1))
+        for number in range(3000):
+            LOG.warning("lost %d", number, extra=about("m", number))
+    assert "of another" in {each.text for each in pages(happened)}
 
 
 def test_what_is_kept_is_bounded_in_bytes_and_an_answer_fits_in_a_header() -> None:

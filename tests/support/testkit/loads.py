@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Callable, Deque, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
+import zmq
 
 from testkit.lingering import lingering
 from testkit.users_child import Hands
 from weightd.client import Pending, RequestError
 from weightd.protocol.codec import encode
-from weightd.protocol.framing import head
+from weightd.protocol.framing import MAX_FRAMES, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel
 from weightd.protocol.messages.status import Status
@@ -471,6 +472,36 @@ def _pass(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: No
     except OSError as error:
         return type(error).__name__
     return "sent"
+def overlong(hands: Hands, address: str) -> Dict[str, int]:
+    """Send messages of too many frames to a ZeroMQ listener until told to stop, each over a connection of its own.
+
+    Return how many were refused, after which the listener closes the connection.
+    """
+    refused = 0
+    with zmq.Context() as context:
+        hands.tell("begun")
+        while not hands.stopping.is_set():
+            with context.socket(zmq.DEALER) as peer:
+                peer.setsockopt(zmq.LINGER, 0)
+                peer.connect(f"ipc://{address}")
+                peer.send_multipart([b""] * (MAX_FRAMES + 1))
+                refused += peer.poll(1000) != 0
+    return {"refused": refused}
+
+
+def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[str, int]:
+    """Send bytes that are no message over one connection to the Unix socket after another; return how many ended."""
+    ended, begin = 0, time.monotonic()
+    hands.tell("begun")
+    while not hands.stopping.is_set() and (not ended or time.monotonic() < begin + seconds):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(address)
+            peer.settimeout(1.0)
+            peer.sendall(b"\xff" * 64)
+            while peer.recv(4096):
+                pass
+            ended += 1
+    return {"ended": ended}
 
 
 def _framed(message: Any) -> bytes:

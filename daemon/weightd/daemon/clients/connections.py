@@ -21,6 +21,7 @@ from weightd.daemon.clients.room import Room
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import MAX_WAITING, Closing
 from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.loop import Loop
@@ -30,7 +31,6 @@ from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, Reques
 from weightd.protocol.framing import Incoming, Message, head
 from weightd.protocol.messages.data import Error
 from weightd.shared import memfd
-from weightd.shared.seldom import Seldom
 from weightd.shared.stream import Stream
 
 # What may wait for one client: an answer of whatever size is let through if nothing else waits.
@@ -47,9 +47,6 @@ _MOST_EXPECTANT = 64
 
 # The last answers of a daemon that stops get this long to be read.
 _LINGER_S = 1.0
-
-# Between two lines of the log about connections of one user that were hung up.
-_HANG_UPS_S = 10.0
 
 # So many connections of a user have buffers of the size that the kernel gives them (net.core.wmem_default), and those
 # beyond it have buffers for so many bytes: what a client does not read there is kept at the daemon's expense.
@@ -99,6 +96,7 @@ class Connections:
     Attributes:
         closing: takes descriptors that nobody wants.
         dropped: messages that could not be sent: their client was gone, or did not read.
+        log: of what clients do.
     """
 
     def __init__(
@@ -107,7 +105,9 @@ class Connections:
         room: Room,
         admission: Admission,
         calls: Calls,
+        log: ClientLog | None = None,
     ) -> None:
+        self.log = log or ClientLog()
         self.closing = Closing()
         # With another `Closing`: a close of a connection can always be interrupted.
         self._departed = Departed(loop, Closing().close_socket)
@@ -118,12 +118,10 @@ class Connections:
         self._calls = calls
         self._by_key: dict[bytes, Connection] = {}
         self._keys = itertools.count(1)
-        self._doorkeeper = Doorkeeper()
+        self._doorkeeper = Doorkeeper(self.log)
         self._expectant: set[Connection] = set()
         self._behind: dict[Connection, None] = {}
         self._lanes = Lanes()
-        self._hang_ups = Seldom(_HANG_UPS_S)
-        self._refusals = Seldom(_HANG_UPS_S)
         # Those to whom something is kept back; None where nothing is.
         self._held: set[Connection] | None = None
 
@@ -156,10 +154,7 @@ class Connections:
                 connection.setblocking(False)
                 connection.send(_refused(why))
         self._departed.end(owner, connection, lambda: None)
-        untold = self._refusals.tell(user_of(uid), now)
-        if untold is not None:
-            more = f" ({untold} more since the last such line)" if untold else ""
-            _log.warning("new connection of %s refused: %s%s", user_of(uid), why, more)
+        self.log.log(_log, logging.WARNING, owner, "new connection of %s refused: %s", owner, why)
         return False
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
@@ -189,18 +184,13 @@ class Connections:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.leaving:
             self._skip(connection)
-            self._log_hang_up(connection, why)
+            near = connection.origin.near
+            self.log.log(_log, logging.WARNING, connection.user, "a connection of %s is hung up: %s", near, why)
             connection.hang_up()
             self._doorkeeper.leaves(connection)
             # It is told of its end, and of nothing that it has said.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._leave, connection))
-
-    def _log_hang_up(self, connection: Connection, why: str) -> None:
-        untold = self._hang_ups.tell(connection.user, clock.now())
-        if untold is not None:
-            more = f" ({untold} more of {connection.user} since the last such line)" if untold else ""
-            _log.warning("a connection of %s is hung up: %s%s", connection.origin.near, why, more)
 
     def refuse_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
@@ -415,7 +405,8 @@ class Connections:
         if not connection.drops:
             connection.drops = True
             text = "%s does not read: %d MiB wait for it, further answers are dropped"
-            _log.warning(text, connection.origin.near, connection.unread // 2**20)
+            args = connection.origin.near, connection.unread // 2**20
+            self.log.log(_log, logging.WARNING, connection.user, text, *args)
         return False
 
     def _flush(self, connection: Connection) -> None:

@@ -11,6 +11,7 @@ import resource
 from collections.abc import Iterable, Sequence
 
 from weightd.daemon.clients.connection import Connection
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import REOPEN, Crowd, for_clients
 
 _log = logging.getLogger("weightd.frontend")
@@ -23,9 +24,14 @@ def max_regions() -> int:
 
 
 class Doorkeeper:
-    """Says who has to go, and tells the log when it begins and ends."""
+    """Says who has to go, and logs when that begins and ends.
 
-    def __init__(self) -> None:
+    Args:
+        log: of what clients do.
+    """
+
+    def __init__(self, log: ClientLog) -> None:
+        self._log = log
         self._staying: Crowd[Connection] = Crowd()
         self._is_full = False
 
@@ -37,7 +43,8 @@ class Doorkeeper:
             return ()
         if not self._is_full:
             self._is_full = True
-            _log.error("%d clients are connected: some of the user who has the most are turned away", most)
+            text = "%d clients are connected: some of the user who has the most are turned away"
+            self._log.log(_log, logging.ERROR, "", text, most)
         return self._staying.reduce(most)
 
     def renew(self, connections: Iterable[Connection]) -> None:
@@ -54,4 +61,4 @@ class Doorkeeper:
         """Somebody has gone, and so many are there still."""
         if self._is_full and count < REOPEN * for_clients():
             self._is_full = False
-            _log.warning("%d clients are connected: others are let in again", count)
+            self._log.log(_log, logging.WARNING, "", "%d clients are connected: others are let in again", count)

@@ -21,6 +21,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host import clock
 from weightd.daemon.host.admission import Admission, Limits
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
@@ -131,6 +132,7 @@ class Frontend:
         user_limits: of the connections of one user to the Unix socket.
         daemon: is asked what no model knows.
         access: tells who is who, may what, and on which account that goes.
+        log: of what clients do.
 
     Attributes:
         room: what is kept for clients.
@@ -147,6 +149,7 @@ class Frontend:
         max_shm_bytes: int,
         user_limits: Limits,
         access: Access,
+        log: ClientLog | None = None,
     ) -> None:
         self._fleet = fleet
         self._daemon = daemon
@@ -159,7 +162,7 @@ class Frontend:
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
         calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
-        self._connections = Connections(loop, self.room, Admission(user_limits), calls)
+        self._connections = Connections(loop, self.room, Admission(user_limits), calls, log)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         self._verbs: dict[type[Any], Verb] = {
             Infer: self._infer,

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from weightd.daemon.gate.doorman import PATIENCE_S
 from weightd.daemon.gate.link import PeerIdentity, Said, Terms
 from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host import clock
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop
@@ -50,6 +52,11 @@ _TWIN = (
     "has the same routing id. Choose none, or one that nobody else has"
 )
 _TOO_LONG = f"frames: expected a message of at most {MAX_FRAMES} frames, got more: the connection ends"
+
+
+# In what a gate has to log: the user, or the host, that it is about; and all numbers.
+_USER = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass
@@ -109,7 +116,7 @@ class Gates:
             who that is.
         max_memory_bytes: that each gate may take for its clients.
         zygote: makes the gates; None to start one. It is this object's.
-
+        log: of what clients do.
     """
 
     def __init__(
@@ -119,7 +126,10 @@ class Gates:
         adopt: Callable[[str, socket.socket, PeerIdentity], object],
         max_memory_bytes: int,
         zygote: Zygote | None = None,
+        *,
+        log: ClientLog | None = None,
     ) -> None:
+        self._log = log or ClientLog()
         self._loop = loop
         self._adopt = adopt
         self._zygote: Zygote | None = None
@@ -222,7 +232,9 @@ class Gates:
         for message in messages:
             said = link.of_gate(message.frames[0])
             if isinstance(said, Said):
-                _log.log(said.level, "listener %s: %s", post.gate.name, said.text)
+                name, text = post.gate.name, said.text
+                client, kind = _USER.search(text), f"listener {name}: {_NUMBER.sub('', text)}"
+                self._log.log(_log, said.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
                 continue
             if isinstance(said, int):
                 post.gate.peers = said
@@ -232,7 +244,8 @@ class Gates:
                 self._adopt(post.gate.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
             else:
                 # The kernel has closed it: the gate hangs the client up.
-                _log.error("no descriptor is left for a client of listener %s", post.gate.name)
+                text = "no descriptor is left for a client of listener %s"
+                self._log.log(_log, logging.ERROR, "", text, post.gate.name)
 
     def _replace(self, post: _Post, now: float) -> None:
         """A gate has died."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from weightd.daemon.host import clock
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
+from weightd.shared.seldom import Seldom
 
 # With one wake-up, by default: more wait for the next one.
 _MOST_ACCEPTED = 64
@@ -22,6 +23,9 @@ _REST_S = 1e-3
 
 # Where there is no descriptor for the next one, until some have gone.
 _PAUSE_S = 0.1
+
+# Between two lines of the log about that.
+_LINES_S = 10.0
 
 _NEVER = float("inf")
 
@@ -50,6 +54,7 @@ class Accepting:
         self._let_in = let_in
         self._most = most
         self._pause = Timer(self._resume)
+        self._lines = Seldom(_LINES_S)
         loop.add(listener.fileno(), self.accept)
         loop.add_timer(self._pause)
 
@@ -81,10 +86,12 @@ class Accepting:
 
     def _wait_for_room(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
+        now = clock.now()
         if self._pause.due == _NEVER:
-            _log.error("nobody can be let in at %s: %s", self._listener.getsockname(), error.strerror)
+            if self._lines.tell("", now) is not None:
+                _log.error("nobody can be let in at %s: %s", self._listener.getsockname(), error.strerror)
             self._loop.pause(self._listener.fileno())
-            self._pause.set(clock.now() + _PAUSE_S)
+            self._pause.set(now + _PAUSE_S)
 
     def _resume(self, _: float) -> None:
         self._loop.resume(self._listener.fileno())

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 
-from weightd.daemon.host.logs import subject_of
+from weightd.daemon.host.logs import client_of, subject_of
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.journal import Event, Events, EventsResponse
 from weightd.shared.journal import flat
@@ -35,8 +35,15 @@ _SEVERITIES = ((logging.ERROR, "error"), (logging.WARNING, "warning"))
 _ROUTINE = "weightd.accounts"
 
 
+_Source = tuple[bool, str]
+"""Of an event: whether a client has caused it, and which, or the model that it is about."""
+
+
 class Happened(logging.Handler):
     """Keeps the last events, so many and of so many bytes; their numbers go on from one daemon to the next.
+
+    Beyond that the oldest event is dropped of the client, or the model, that has most of them: of clients while they
+    have caused more than half of the events. So no client drives out events of others, or of the daemon itself.
 
     Args:
         most: of events.
@@ -47,7 +54,10 @@ class Happened(logging.Handler):
         super().__init__(logging.INFO)
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: deque[Event] = deque()
+        # By number, ascending; of some sources earlier ones have been dropped than of others.
+        self._kept: dict[int, Event] = {}
+        self._by_source: dict[_Source, deque[int]] = {}
+        self._of_clients = 0
         self._nbytes = 0
         # The next daemon begins later than this one has logged a million events a second.
         self._first = self._next = time.time_ns() // 1000
@@ -68,29 +78,45 @@ class Happened(logging.Handler):
         model, generation, child = subject_of(record)
         event = Event(self._next, record.created, _severity(record.levelno), _text(record), model, generation, child)
         self._next += 1
-        self._kept.append(event)
+        client = client_of(record)
+        source = (False, model) if client is None else (True, client)
+        self._kept[event.number] = event
+        self._by_source.setdefault(source, deque()).append(event.number)
+        self._of_clients += source[0]
         self._nbytes += _nbytes(event)
         while len(self._kept) > self._most or self._nbytes > self._most_bytes:
-            self._nbytes -= _nbytes(self._kept.popleft())
+            self._drop()
 
     def answer(self, question: Events) -> EventsResponse:
         """Return what has happened after the event that the question names: the first of it, as much as fits."""
-        first = self._next - len(self._kept)
         # Beyond what there is: it is of a daemon whose clock was ahead.
         after = question.after if question.after < self._next else 0
-        start = max(first, after + 1)
+        later = [event for number, event in self._kept.items() if number > after]
         told: list[Event] = []
-        nbytes = 0
-        last = start - 1
-        for event in list(self._kept)[start - first :]:
+        nbytes = looked = 0
+        last = max(after, self._first - 1)
+        for event in later:
             if question.model_name in ("", event.model):
                 nbytes += _nbytes(event)
                 if len(told) == question.limit or nbytes > _ANSWER_BYTES:
                     break
                 told.append(event)
+            looked += 1
             last = event.number
-        missed = first - max(after + 1, self._first)
-        return EventsResponse(question.id, tuple(told), last, self._next - 1 - last, max(0, missed))
+        if looked == len(later):
+            last = self._next - 1
+        missed = last - max(after, self._first - 1) - looked
+        return EventsResponse(question.id, tuple(told), last, len(later) - looked, max(0, missed))
+
+    def _drop(self) -> None:
+        is_client = 2 * self._of_clients > len(self._kept)
+        sources = [source for source in self._by_source if source[0] == is_client]
+        source = max(sources, key=lambda each: len(self._by_source[each]))
+        numbers = self._by_source[source]
+        self._nbytes -= _nbytes(self._kept.pop(numbers.popleft()))
+        self._of_clients -= is_client
+        if not numbers:
+            del self._by_source[source]
 
 
 def _severity(level: int) -> str:

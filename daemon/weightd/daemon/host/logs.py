@@ -72,6 +72,17 @@ def about(model: str, generation: int | None = None, child: str = "") -> dict[st
     return {_FIELDS: {name: value for name, value in fields.items() if value}}
 
 
+def of_client(client: str) -> dict[str, dict[str, str]]:
+    """Return `extra` of an event that a client has caused: a user, a host or a tenant; "" if it is not known which."""
+    return {_FIELDS: {"CLIENT": client}}
+
+
+def client_of(record: logging.LogRecord) -> str | None:
+    """Return which client has caused an event, "" if that is not known; None if none has."""
+    client: str | None = getattr(record, _FIELDS, {}).get("CLIENT")
+    return client
+
+
 def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
     """Return what an event is about: model, generation and child, as far as it is about one."""
     fields = getattr(record, _FIELDS, {})

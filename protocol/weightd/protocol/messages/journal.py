@@ -38,7 +38,7 @@ class Event:
     """Something that has happened; `time` is that of the host's clock, in seconds since 1970.
 
     Numbers grow by 1 with each event, and from one daemon to the next. `model`, `generation` and `child` are what it is
-    about, as far as it is about one.
+    about, as far as it is about one. The daemon does not keep all events: there may be gaps between numbers.
     """
 
     number: int = field(metadata=_COUNT)
@@ -55,7 +55,7 @@ class EventsResponse:
     """daemon → client: what has happened, the oldest first.
 
     `last` is the event up to which was looked: the next question has it in `after`. `more` have happened already.
-    `missed` happened after the event that the question has named, and are not kept any more.
+    `missed` happened after the event that the question has named, up to `last`, and are not kept any more.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

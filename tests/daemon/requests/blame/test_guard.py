@@ -9,6 +9,7 @@ import pytest
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
+from weightd.daemon.host.logs import client_of
 from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.part import Part
@@ -256,3 +257,13 @@ def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
     bench.guard.died(bench.seat(batch(request)), KILL, bench.now)
     assert not bench.scheduler.seats.run_confined(request.tenant)
     assert bench.guard.suspects.names(bench.now) == []
+
+
+def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    for request in bench.requests(*[Origin("process 1 of uid 1", "uid 1")] * 20):
+        bench.guard._hold(request, 1.0)
+    lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
+    # A period may end meanwhile.
+    assert 1 <= len(lines) <= 2
+    assert client_of(lines[0]) == "uid 1"

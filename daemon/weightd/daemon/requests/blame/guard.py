@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.requests.blame.contents import Reading, is_small
 from weightd.daemon.requests.blame.groups import MAX_GROUPS, Groups, Loss
@@ -47,6 +48,9 @@ class Guard:
         scheduler: of the model.
         refuse: called with each request that ends here, and the error in which it ends.
         due_by: called with the time when `look` or `pings` will have something to do.
+
+    Attributes:
+        log: of what clients do; one object for all models.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Guard:
     ) -> None:
         self.quarantine = Quarantine()
         self.suspects = Suspects()
+        self.log = ClientLog()
         self.watchdog = Watchdog(
             config.watchdog, config.canary_interval, _CANARY_PATIENCE * config.predict_timeout, due_by
         )
@@ -312,7 +317,8 @@ class Guard:
         for request, error in refusals:
             self._refuse(request, error)
         who = origin.far if origin.is_tenant else origin.near
-        _log.warning("workers were lost to requests of %s: they run one at a time, or are refused", who)
+        text = "workers were lost to requests of %s: they run one at a time, or are refused"
+        self.log.log(_log, logging.WARNING, origin.far, text, who)
 
     def _learn(self, request: Request, then: Then, now: float) -> None:
         if is_small(request):
@@ -322,19 +328,22 @@ class Guard:
             self._due_by(AT_ONCE)
 
     def _hold(self, request: Request, now: float) -> None:
-        _log.warning("request %s is in quarantine: workers died of it", request.id)
+        self._log_quarantine(request, "request %s is in quarantine: workers died of it")
         self.quarantine.hold(request, now)
         self._refuse_equals(now)
 
     def _hung(self, request: Request, now: float) -> None:
         if self.quarantine.hung(request, now):
-            _log.warning("request %s is in quarantine: workers hang in it", request.id)
+            self._log_quarantine(request, "request %s is in quarantine: workers hang in it")
             self._refuse_equals(now)
 
     def _costs(self, request: Request, now: float) -> None:
         if self.quarantine.hung(request, now):
-            _log.warning("request %s is in quarantine: groups of ranks are lost to its content", request.id)
+            self._log_quarantine(request, "request %s is in quarantine: groups of ranks are lost to its content")
             self._refuse_equals(now)
+
+    def _log_quarantine(self, request: Request, text: str) -> None:
+        self.log.log(_log, logging.WARNING, request.origin.far, text, request.id)
 
     def _refuse_equals(self, now: float) -> None:
         """Whoever waits with a content that is held would only kill, or stop, the next seat."""
