@@ -18,7 +18,9 @@ from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.load import Config, ConfigError, examine, load, load_text, parse
+from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.shared import tables, tcp
 from weightd.shared.tables import Problems
@@ -612,6 +614,21 @@ def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Pat
 
 
 # --- sets of cores -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "concurrency"),
+    [
+        ({"workers": 3}, 3),
+        ({"workers": 3, "devices": ("ascend:0", "ascend:1")}, 6),
+        ({"ranks": Ranks(size=2, groups=(("cpu", "cpu"),) * 2)}, 2),
+        ({"devices": ("ascend:0", "ascend:1"), "group": Membership("g", "both", ("m", "n"), "digest")}, 2),
+    ],
+)
+def test_a_model_runs_as_many_predicts_at_once_as_it_has_workers_or_groups(
+    keys: dict[str, Any], concurrency: int
+) -> None:
+    assert ModelConfig("/m.onnx", **keys).concurrency == concurrency
 
 
 def test_a_model_has_the_cores_of_its_devices(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
