@@ -262,7 +262,7 @@ def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
 def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     for request in bench.requests(*[Origin("process 1 of uid 1", "uid 1")] * 20):
-        bench.guard._hold(request, 1.0)
+        bench.guard._hold(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
     # A period may end meanwhile.
     assert 1 <= len(lines) <= 2
