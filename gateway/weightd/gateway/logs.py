@@ -5,10 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 
 from weightd.shared.journal import flat, prefixed, priority_of, to_journal
+from weightd.shared.seldom import Seldom
 
 _STDERR = 2
+
+# Between two lines about errors of one class that nothing has foreseen.
+_FAILURES_S = 10.0
+
+_failures = Seldom(_FAILURES_S)
+
+
+def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
+    """Log an error that nothing has foreseen, with its traceback: seldom, as a caller may cause it again and again."""
+    left_out = _failures.tell(type(error).__name__, time.monotonic())
+    if left_out is not None:
+        more = f" ({left_out} more since the last such line)" if left_out else ""
+        log.error("%s%s", what, more, exc_info=error)
 
 
 class LineFormatter(logging.Formatter):

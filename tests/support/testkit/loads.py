@@ -472,6 +472,8 @@ def _pass(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: No
     except OSError as error:
         return type(error).__name__
     return "sent"
+
+
 def overlong(hands: Hands, address: str) -> Dict[str, int]:
     """Send messages of too many frames to a ZeroMQ listener until told to stop, each over a connection of its own.
 

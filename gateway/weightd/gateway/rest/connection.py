@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from weightd.gateway.listening import common_name
+from weightd.gateway.logs import log_failure
 from weightd.gateway.peers import Peer
 from weightd.gateway.rest.reply import Refused, Reply
 from weightd.gateway.turns import Piece, Turns
@@ -280,7 +281,7 @@ class Connection(RequestHandler):
     ) -> Any:
         """Answer what aiohttp could not read, or what nobody has thought of."""
         if status >= 500:
-            self.logger.error("a request fails: %s %s", request.method, request.path, exc_info=exc)
+            log_failure(self.logger, f"a request fails: {request.method} {request.path}", exc)
         reply = Refused(status, message or "the gateway fails; its log says why").reply()
         reply.keep_alive = False
         return reply

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.codes import TooLarge, status_of, told
+from weightd.gateway.logs import log_failure
 from weightd.gateway.peers import Peer
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
@@ -257,8 +258,8 @@ def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Co
             raise  # gRPC's own, about a call that has ended
         except WeightdError as error:
             await _refuse(context, error)
-        except Exception:  # noqa: BLE001 - gRPC would tell the caller all of it
-            _log.exception("a call failed")
+        except Exception as error:  # noqa: BLE001 - gRPC would tell the caller all of it
+            log_failure(_log, "a call failed", error)
             await _refuse(context, Internal("the gateway has failed; its log tells how"))
 
     return call
