@@ -47,8 +47,10 @@ class World(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 3 * _PAGE))
     def take(self, nbytes: int) -> None:
         """One more that somebody else will write to."""
-        block = self.arena.take(nbytes, touched=True)
+        block = self.arena.take(nbytes)
         if block is not None:
+            block.region.populate(block.offset, nbytes)
+            assert os.lseek(block.region.descriptor, block.offset, os.SEEK_HOLE) >= block.offset + nbytes
             self.held.append((block.array((nbytes,), np.dtype(np.uint8)), 0))
             self.held[-1][0][...] = 0
 
@@ -96,8 +98,8 @@ TestArena = World.TestCase
 TestArena.settings = settings(max_examples=examples(30), deadline=None)
 
 
-def _block(arena: Arena, nbytes: int, *, touched: bool = False) -> Block:
-    block = arena.take(nbytes, touched=touched)
+def _block(arena: Arena, nbytes: int) -> Block:
+    block = arena.take(nbytes)
     assert block is not None
     return block
 
@@ -140,10 +142,15 @@ def test_the_descriptor_goes_with_the_last_array() -> None:
         os.fstat(descriptor)
 
 
-def test_what_others_write_first_counts_as_this_processs() -> None:
+@pytest.mark.parametrize("nbytes", [1, _PAGE - 64, _PAGE, _PAGE + 1])
+def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_none(nbytes: int) -> None:
     arena = Arena()
-    block = _block(arena, _PAGE + 1, touched=True)
-    assert os.fstat(block.region.descriptor).st_blocks * 512 == 2 * _PAGE
+    blocks = [_block(arena, each) for each in (_PAGE, 64, nbytes, 3 * _PAGE)]
+    region, offset = blocks[2].region, blocks[2].offset
+    assert os.fstat(region.descriptor).st_blocks == 0
+    region.populate(offset, nbytes)
+    pages = (offset + nbytes - 1) // _PAGE - offset // _PAGE + 1
+    assert os.fstat(region.descriptor).st_blocks * 512 == pages * _PAGE
 
 
 @pytest.mark.parametrize("dtype", [object, "S3", "<c8", [("x", "<i4")]])

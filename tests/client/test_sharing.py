@@ -68,6 +68,8 @@ class World:
         room = self.room(request)
         if room is None or y.nbytes > room.bytes:
             return False
+        # A worker writes only where each page has memory.
+        assert os.lseek(self.regions[room.region], room.offset, os.SEEK_HOLE) >= room.offset + room.bytes
         os.pwrite(self.regions[room.region], y.tobytes(), room.offset)
         return True
 
@@ -117,6 +119,15 @@ def test_nobody_waits_for_memory_to_be_shared(world: World) -> None:
         shared.append(is_shared(request))
     assert shared == [(False, False), (True, True), (True, True)]
     assert [type(each) for each in world.said] == [Register]
+
+
+def test_an_array_for_an_output_has_memory_before_a_worker_writes_there(world: World) -> None:
+    world.warm(bytes_of(N))
+    out = world.core.sharing.arena.empty((N,), np.uint8)
+    y, request = world.infer(bytes_of(N), {"y": out})
+    assert y is out
+    assert is_shared(request) == (True, True)
+    assert (out == 4).all()
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(N - 1, np.uint8), (0, np.float32)])

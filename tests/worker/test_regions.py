@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import mmap
 import os
 import random
 import threading
@@ -18,17 +20,35 @@ from weightd.protocol.errors import Internal, InvalidArgument
 from weightd.protocol.messages.data import TensorSpec
 from weightd.protocol.tensors import frame_of, from_frame, to_wire
 from weightd.shared import memfd
+from weightd.worker import regions as module
+from weightd.worker import userfault
 from weightd.worker.regions import Regions
+from weightd.worker.userfault import UserFaults
 
 _BYTES = 1 << 16
+
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    """The client's descriptor."""
+    """The client's descriptor, of memory that the client has written to."""
     descriptor = memfd.create(_BYTES)
+    os.pwrite(descriptor, bytes(_BYTES), 0)
     yield descriptor
     os.close(descriptor)
+
+
+def punch(descriptor: int, offset: int, nbytes: int) -> None:
+    """Take the pages of a range away from a memfd."""
+    function = ctypes.CDLL(None).fallocate
+    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    assert function(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(nbytes)) == 0
+
+
+def allocated(descriptor: int) -> int:
+    """Return how many bytes of a memfd have memory."""
+    return os.fstat(descriptor).st_blocks * 512
 
 
 @pytest.fixture
@@ -56,6 +76,18 @@ def test_a_tensor_is_read_from_anywhere(regions: Regions, memory: int, offset: i
     assert array.flags.aligned
 
 
+def test_a_tensor_without_elements_is_read_at_the_end(regions: Regions) -> None:
+    assert _read(regions, _u8(0), 7, _BYTES).shape == (0,)
+
+
+def test_a_tensor_is_read_from_anywhere_between_holes(regions: Regions, memory: int) -> None:
+    os.pwrite(memory, b"\1" * _BYTES, 0)
+    page = mmap.PAGESIZE
+    punch(memory, 2 * page, page)
+    assert _read(regions, _u8(3 * page), 7, page + 5).tobytes() == b"\1" * (page - 5) + bytes(page) + b"\1" * (page + 5)
+    assert _read(regions, _u8(5), 7, 4 * page).tobytes() == b"\1" * 5
+
+
 def test_what_was_read_does_not_change(regions: Regions, memory: int) -> None:
     os.pwrite(memory, b"\1" * 100, 0)
     array = _read(regions, _u8(100, "BOOL"), 7, 0)
@@ -65,9 +97,82 @@ def test_what_was_read_does_not_change(regions: Regions, memory: int) -> None:
 
 def test_a_hole_is_read_as_zeros(regions: Regions, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
-    punch = ctypes.CDLL(None).fallocate
-    assert punch(memory, 3, ctypes.c_long(0), ctypes.c_long(_BYTES)) == 0
+    punch(memory, 0, _BYTES)
     assert not _read(regions, _u8(_BYTES), 7, 0).any()
+    assert allocated(memory) == 0
+
+
+def test_nothing_is_written_to_a_hole(regions: Regions, memory: int) -> None:
+    page = mmap.PAGESIZE
+    punch(memory, 2 * page, page)
+    present = allocated(memory)
+    frame = frame_of(np.full(2 * page, 5, np.uint8))
+    assert not regions.write(frame, 7, page, 2 * page)
+    assert not regions.write(frame, 7, 2 * page + 1, 2 * page)
+    assert allocated(memory) == present
+    assert regions.write(frame, 7, 3 * page, 2 * page)
+    assert os.pread(memory, 2 * page, 3 * page) == bytes(frame)
+    assert allocated(memory) == present
+
+
+@pytest.mark.parametrize("replaced", [_BYTES, mmap.PAGESIZE])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
+    memory: int, kind: str, replaced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(userfault, "_REPLACED_BYTES", replaced)
+    window = UserFaults().map(memory, _BYTES)
+    copy = window.read if kind == "read" else window.write
+    array = np.ones(_BYTES, np.uint8)
+    assert copy(0, array)
+    punch(memory, _BYTES // 2, 1)  # within a page: no hole
+    assert copy(0, array)
+    punch(memory, 0, mmap.PAGESIZE)
+    punch(memory, _BYTES // 2, _BYTES // 2)
+    present = allocated(memory)
+    assert not copy(0, array)
+    assert not copy(0, array[:1])
+    assert allocated(memory) == present
+
+
+def test_no_page_is_allocated_while_the_client_punches_holes(regions: Regions) -> None:
+    """After the last hole the client writes nothing, so a page that has memory then was allocated by the worker."""
+    nbytes = 1 << 20
+    memory = memfd.create(nbytes)
+    regions.map(8, os.dup(memory))
+    content, frame = bytes(nbytes), frame_of(np.ones(nbytes, np.uint8))
+    try:
+        for _ in range(30):
+            os.pwrite(memory, content, 0)
+            puncher = threading.Thread(target=punch, args=(memory, 0, nbytes))
+            puncher.start()
+            while puncher.is_alive():
+                regions.read(8, 0, nbytes)
+                regions.write(frame, 8, 0, nbytes)
+            puncher.join()
+            assert allocated(memory) == 0
+    finally:
+        os.close(memory)
+
+
+def test_a_system_without_userfaultfd_reads_everything_and_writes_nothing(
+    memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused() -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(module, "UserFaults", refused)
+    module._user_faults.cache_clear()
+    regions = Regions()
+    try:
+        for number in (7, 8):
+            regions.map(number, os.dup(memory))
+            assert not regions.write(frame_of(np.ones(8, np.uint8)), number, 0, 8)
+            assert not _read(regions, _u8(8), number, 0).any()
+    finally:
+        module._user_faults.cache_clear()
+    assert len(caplog.records) == 1
+    assert "no userfaultfd for shared memory of clients: [Errno 1] Operation not permitted" in caplog.text
 
 
 def test_a_bool_that_is_none_is_refused_however_it_changes(regions: Regions, memory: int) -> None:
@@ -126,12 +231,15 @@ def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: in
     assert not regions.write(frame_of(array), 7, 0, 1)
 
 
-def test_what_cannot_be_mapped_fails_the_request_that_names_it(regions: Regions, memory: int) -> None:
+def test_what_cannot_be_read_fails_the_request_that_names_it(regions: Regions, memory: int) -> None:
     regions.map(8, os.open(f"/proc/self/fd/{memory}", os.O_WRONLY))
     regions.unmap(7)
     for number in (7, 8, 9):
-        with pytest.raises(Internal, match="cannot be mapped"):
+        with pytest.raises(Internal, match="cannot be read"):
             _read(regions, _u8(1), number, 0)
+    for number in (7, 9):
+        with pytest.raises(Internal, match="cannot be read"):
+            regions.write(b"\1", number, 0, 1)
 
 
 def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory: int) -> None:
@@ -144,7 +252,6 @@ def test_nothing_is_left_of_a_region_that_is_forgotten(regions: Regions, memory:
     before = descriptors()
     regions.map(8, os.dup(memory))
     assert mapped() == 2
-    # The mapping has one of its own.
     assert descriptors() == before + 1
     regions.unmap(8)
     regions.clear()

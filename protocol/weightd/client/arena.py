@@ -26,7 +26,7 @@ from weightd.shared import memfd
 
 _BYTE = np.dtype(np.uint8)
 
-# A region takes memory where it was written to, so one that is large costs nothing.
+# A region takes memory where it was used, so one that is large costs nothing.
 _LEAST_REGION_BYTES = 16 * 1024 * 1024
 
 # Of all regions of a client: what does not fit goes another way.
@@ -59,8 +59,8 @@ class Region:
         self._space = Space(nbytes)
         self.returned: Deque[Tuple[int, int]] = deque()
         self.begin: int = self._bytes.__array_interface__["data"][0]
-        # Up to here there is memory, and it counts as this process's.
-        self._touched = 0
+        # Whether each page is known to have memory, which is then charged to this process.
+        self._populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
 
     @property
     def is_free(self) -> bool:
@@ -68,8 +68,8 @@ class Region:
         self._take_back()
         return self._space.is_free
 
-    def take(self, nbytes: int, *, touched: bool) -> Optional[Block]:
-        """Cut so many bytes from it, or return None; `touched`: whose memory they are counts as this process's."""
+    def take(self, nbytes: int) -> Optional[Block]:
+        """Cut so many bytes from it, or return None."""
         returned = self.returned
         for _ in _LATEST if returned else ():
             offset, size = returned.pop()
@@ -82,10 +82,17 @@ class Region:
             if fitting is None:
                 return None
             offset = fitting
-        if touched and offset + nbytes > self._touched:
-            self._bytes[max(self._touched, offset) : offset + nbytes] = 0
-            self._touched = offset + nbytes
         return Block(self, offset, nbytes)
+
+    def populate(self, offset: int, nbytes: int) -> None:
+        """Have memory for each page of so many bytes: a worker writes no output to a page that has none."""
+        end = offset + nbytes
+        pages = self._populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
+        if not pages.all():
+            # To read a byte is enough, and disturbs nobody who writes there.
+            self._bytes[offset : end : mmap.PAGESIZE].max()
+            self._bytes[end - 1].max()
+            pages[:] = True
 
     def write(self, offset: int, array: Any) -> None:
         """Write an array's bytes, which are in C order, from there on."""
@@ -166,24 +173,23 @@ class Arena:
         except (ValueError, OverflowError) as error:
             raise InvalidArgument(f"shape: expected the shape of an array, got {got(shape)}: {error}") from None
 
-    def take(self, nbytes: int, *, touched: bool = False) -> Optional[Block]:
+    def take(self, nbytes: int) -> Optional[Block]:
         """Cut so many bytes from a region, a new one if need be.
 
         Args:
             nbytes: at least 1.
-            touched: somebody else will write there first, which is not to count as that one's memory.
 
         Returns:
             The bytes; None where there is no room.
         """
         with self._lock:
             for region in self.regions:
-                block = region.take(nbytes, touched=touched)
+                block = region.take(nbytes)
                 if block is not None:
                     return block
             self._drop_free()
             grown = self._grow(nbytes)
-            return None if grown is None else grown.take(nbytes, touched=touched)
+            return None if grown is None else grown.take(nbytes)
 
     def find(self, array: Any) -> Optional[Tuple[Region, int]]:
         """Return where the bytes of an array, in C order, lie in a region; None where they do not."""

@@ -179,7 +179,7 @@ class Sharing:
         large = self.large.get(id(description))
         if large is not None:
             for index, name, nbytes in large[2]:
-                room = self._room(nbytes, out[name]) if name in out else self.arena.take(nbytes, touched=True)
+                room = self._room(nbytes, out.get(name))
                 known_as = None if room is None else self._names.get(room.region)
                 if room is not None and known_as is not None:
                     lease.rooms[index] = room
@@ -256,9 +256,12 @@ class Sharing:
         return True
 
     def _room(self, nbytes: int, given: Any) -> Optional[Union[Block, Given]]:
-        """Room for an output where the caller wants it if that is possible."""
-        found = self.arena.find(given) if given.flags.c_contiguous else None
-        return self.arena.take(nbytes, touched=True) if found is None else Given(given, *found)
+        """Room for an output, where the caller wants it if that is possible: in an array that is `given`, or None."""
+        found = None if given is None or not given.flags.c_contiguous else self.arena.find(given)
+        room = self.arena.take(nbytes) if found is None else Given(given, *found)
+        if room is not None and room.nbytes:
+            room.region.populate(room.offset, room.nbytes)
+        return room
 
     def _remember(self, request: RequestDescription, response: ResponseDescription) -> None:
         large = [

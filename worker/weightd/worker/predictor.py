@@ -230,15 +230,15 @@ class Predictor:
         return arrays
 
     def _bytes_of(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
-        """The bytes of the inputs of a request. Those in regions are still there, and may change."""
+        """Return the bytes of the inputs of a request; those in regions are copied."""
         if order.regions is None:
             return frames
         sizes, left = order.description.sizes, iter(frames)
-        mapped = {
-            place.tensor: self.regions.view(place.region, place.offset, sizes[place.tensor])
+        copies = {
+            place.tensor: self.regions.read(place.region, place.offset, sizes[place.tensor])
             for place in order.regions.inputs
         }
-        return [mapped[index] if index in mapped else next(left) for index in range(len(sizes))]
+        return [copies[index] if index in copies else next(left) for index in range(len(sizes))]
 
     def _inputs_of(self, order: Predict, frames: Sequence[Any]) -> Arrays:
         regions = order.regions

@@ -1,41 +1,43 @@
-"""Tensors in memory that a client has passed on: copied in before anything looks at them, and written out.
+"""Tensors in shared memory of a client: copied in before anything looks at them, and written out.
 
-The client may write to that memory at any moment. So nothing that was checked is read there again: an index that
-changes after it was found to be in range would be read somewhere else in this process.
+The client may write to that memory, and punch holes in it, at any moment. So nothing that was checked is read there
+again: an index that changes after it was found to be in range would be read somewhere else in this process. And no
+access here allocates a page of it (`userfault`): it would be charged to weightd for as long as the client keeps the
+memory. Where there are holes, inputs are read by system calls, which allocate nothing, and nothing is written.
 """
 
 from __future__ import annotations
 
-import mmap
+import functools
+import logging
 import os
-from typing import Any, Dict, cast
+from typing import Any, Dict, Optional
 
 import numpy as np
 
 from weightd.protocol.errors import Internal
+from weightd.worker.userfault import UserFaults, Window
+
+_log = logging.getLogger("weightd.worker")
 
 # What the widest instruction of an engine wants.
 _ALIGNMENT = 64
 
-_NOT_MAPPED = "a region of shared memory cannot be mapped by this worker"
+_NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
 class Regions:
-    """The regions that are mapped here, by the numbers that the daemon has for them.
+    """The regions that this worker has, by the numbers that the daemon has for them.
 
-    It has checked that each keeps its size, and that what a request names lies within.
+    The daemon has checked that each keeps its size, and that what a request names lies within.
     """
 
     def __init__(self) -> None:
-        # None: it could not be mapped.
-        self._regions: Dict[int, Any] = {}
+        self._regions: Dict[int, _Region] = {}
 
     def map(self, number: int, descriptor: int) -> None:
-        """Map a region; what fails shows when a request names it. The descriptor is closed."""
-        try:
-            self._regions[number] = _mapped(descriptor)
-        finally:
-            os.close(descriptor)
+        """Add a region, which has the descriptor from now on; what fails shows when a request names the region."""
+        self._regions[number] = _Region(descriptor)
 
     def unmap(self, number: int) -> None:
         """Forget a region."""
@@ -49,50 +51,91 @@ class Regions:
         """Return a copy of so many bytes, aligned.
 
         Raises:
-            Internal: the region is not mapped.
+            Internal: this worker does not have the region, or cannot read it.
         """
-        view = self.view(number, offset, nbytes)
         memory: Any = np.empty(nbytes + _ALIGNMENT, np.uint8)
         begin: int = -memory.__array_interface__["data"][0] % _ALIGNMENT
         copy = memory[begin : begin + nbytes]
-        copy[:] = view
+        try:
+            self._region(number).read(offset, copy)
+        except OSError:
+            raise Internal(_NOT_READABLE) from None
         return copy
 
-    def view(self, number: int, offset: int, nbytes: int) -> Any:
-        """Return so many bytes as they are there: they are to be copied before anything looks at them.
-
-        Raises:
-            Internal: the region is not mapped.
-        """
-        region = self._regions.get(number)
-        if region is None:
-            raise Internal(_NOT_MAPPED)
-        return region[offset : offset + nbytes]
-
     def write(self, frame: Any, number: int, offset: int, room: int) -> bool:
-        """Write bytes, which are what `frame_of` returned, to a region; return False where they do not fit there.
+        """Write bytes, which are what `frame_of` returned, to a region; return False where that cannot be.
+
+        It cannot be where there is not enough room, where the client has sealed the region or has not written to each
+        page of the room before, and on a system without userfaultfd.
 
         Raises:
-            Internal: the region is not mapped.
+            Internal: this worker does not have the region.
         """
+        region = self._region(number)
+        if len(frame) > room:
+            return False
+        return not frame or region.write(offset, np.frombuffer(frame, np.uint8))
+
+    def _region(self, number: int) -> _Region:
         region = self._regions.get(number)
         if region is None:
-            raise Internal(_NOT_MAPPED)
-        nbytes = len(frame)
-        if nbytes > room or not region.flags.writeable:
-            return False
-        if nbytes:
-            region[offset : offset + nbytes] = np.frombuffer(frame, np.uint8)
-        return True
+            raise Internal(_NOT_READABLE)
+        return region
 
 
-def _mapped(descriptor: int) -> Any:
-    nbytes = os.fstat(descriptor).st_size
-    for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
-        try:
-            # Where the client has forbidden to write there, in whichever way, it can still be read.
-            mapping = mmap.mmap(descriptor, nbytes, prot=protection)
-        except (OSError, ValueError):
-            continue
-        return cast(Any, np).frombuffer(mapping, np.uint8)
-    return None
+class _Region:
+    """One region. Its descriptor is closed when nothing refers to this."""
+
+    __slots__ = ("_descriptor", "_window")
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._window = _window(descriptor)
+
+    def read(self, offset: int, into: Any) -> None:
+        """Fill an array of bytes.
+
+        Raises:
+            OSError: the region cannot be read.
+        """
+        window = self._intact(offset, len(into))
+        done = len(into) if window is not None and window.read(offset, into) else 0
+        while done < len(into):
+            count = os.preadv(self._descriptor, [into[done:]], offset + done)
+            if not count:
+                raise OSError("the region is shorter than its size")
+            done += count
+
+    def write(self, offset: int, source: Any) -> bool:
+        """Write an array of bytes; return False where that cannot be."""
+        window = self._intact(offset, len(source))
+        return window is not None and window.write(offset, source)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def _intact(self, offset: int, nbytes: int) -> Optional[Window]:
+        """Return the window if no page of this range is missing now: a window in which one is, is of no use later."""
+        window = self._window
+        if window is None or not nbytes or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + nbytes:
+            return None
+        return window
+
+
+def _window(descriptor: int) -> Optional[Window]:
+    faults = _user_faults()
+    try:
+        return None if faults is None else faults.map(descriptor, os.fstat(descriptor).st_size)
+    except OSError:
+        # The client has forbidden to write there, in whichever way.
+        return None
+
+
+@functools.lru_cache(maxsize=None)
+def _user_faults() -> Optional[UserFaults]:
+    try:
+        return UserFaults()
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: no thread can be started.
+        _log.warning("large tensors are slower: no userfaultfd for shared memory of clients: %s", error)
+        return None
