@@ -30,6 +30,7 @@ from benchmarks.material import (
     LARGEST,
     MLP,
     MLP_WIDTH,
+    RELU,
     TINY,
     TINY_WIDTH,
     TRANSFORMER,
@@ -70,6 +71,8 @@ LONG_PREDICT_ROWS = 8000
 MAX_ROWS = 16  # of a request of A's, where there are tenants
 CONNECTIONS = 3000
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
+SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
+SPARSE_KEPT = 50
 POISON_WORKERS = 3
 POISON_S = 8.0
 QUICK_POISON_S = 4.0
@@ -115,6 +118,7 @@ class Fairness(Result):
         gateway_mib: PSS of the gateway in MiB, likewise.
         log_lines: lines that the daemon logged during the attacks on its log.
         events_lost: of the events of B and of the daemon before them, those that the daemon had forgotten afterwards.
+        sparse_bytes: memory that the service has allocated in memfds of A.
         seconds: p50 of B alone and beside A, of each part.
         spreads: quartiles of the ratios.
     """
@@ -149,6 +153,7 @@ class Fairness(Result):
     gateway_mib: Mapping[str, tuple[float, float, float]] = dataclasses.field(
         default_factory=dict[str, tuple[float, float, float]]
     )
+    sparse_bytes: int | None = None
     seconds: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
 
@@ -172,6 +177,7 @@ class Fairness(Result):
             Target("attack_failed", 0),
             Target("log_lines", 100),
             Target("events_lost", 0),
+            Target("sparse_bytes", 0),
         ]
         return [each for each in bounds if getattr(self, each.key) is not None]
 
@@ -197,6 +203,8 @@ class Fairness(Result):
                 f"{when} {each:.0f} MiB" for when, each in zip(("alone", "during", "1 s after"), sizes, strict=True)
             )
             rows.append((f"gateway, attack {name}", text))
+        if self.sparse_bytes is not None:
+            rows.append(("sparse memory", f"{self.sparse_bytes / 2**20:.0f} MiB allocated by the service"))
         rows += [(f"shares {name}", f"{error:.1f} % off") for name, error in self.share_errors.items()]
         return rows
 
@@ -551,6 +559,24 @@ def _long_predicts(plan: _Plan) -> Found:
     return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
 
 
+def _sparse(plan: _Plan) -> Found:
+    """A has workers read and write memory of A that has no pages, and keeps it after it is unregistered."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    with _stage(plan, {TINY: {}, LARGEST: {}, RELU: {}}) as stage:
+        path = f"{stage.service.address}.unix"
+        attacks = {
+            f"sparse memory, {name}": _attack(
+                plan, stage, question, (loads.share_holes, path, model, SPARSE_BYTES, SPARSE_KEPT)
+            )
+            for name, model in (("inputs", LARGEST), ("inputs and outputs", RELU))
+        }
+    return {
+        "attacks": attacks,
+        "sparse_bytes": sum(each.told["bytes"] for each in attacks.values()),
+        "n": sum(each.count for each in attacks.values()),
+    }
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -700,11 +726,12 @@ def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[An
 
 
 class Attack(NamedTuple):
-    """B's latency before, during and one second after an attack, and its requests in all three phases."""
+    """B's latency before, during and one second after an attack, its requests in all phases, and what A's load told."""
 
     moments: tuple[Moment, Moment, Moment]
     asked: int
     failed: int
+    told: Any
 
 
 def _attack(
@@ -750,6 +777,13 @@ def _attack_on(
     phases.append(_checked(ask(seconds)))
     at("during")
     progress(f"A: {[each.end() for each in attackers]}")
+    stage.asked(question, 0.2)
+    phases = [stage.asked(question, seconds)]
+    stage.a.begin(*load)
+    stage.a.heard()
+    phases.append(stage.asked(question, seconds))
+    told = stage.a.end()
+    progress(f"A: {told}")
     time.sleep(1.0)
     phases.append(_checked(ask(seconds)))
     at("after")
@@ -758,7 +792,7 @@ def _attack_on(
     before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)
     progress(f"B: {before} alone, {during} during the attack, {after} one second after the attack")
     count = sum(sum(each.outcomes.values()) for each in phases)
-    return Attack((before, during, after), count, sum(map(_failed, phases)))
+    return Attack((before, during, after), count, sum(map(_failed, phases)), told)
 
 
 def _add_attacks(found: Found, attacks: Mapping[str, Attack]) -> None:
@@ -831,6 +865,7 @@ PARTS: Mapping[str, Part] = {
     "kernel-buffers": _kernel_buffers,
     "long-predicts": _long_predicts,
     "log-flood": _log_flood,
+    "sparse": _sparse,
     "shares": _shares,
     "curve": _curve,
 }

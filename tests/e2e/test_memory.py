@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testkit.loads import SharedMemoryPeer
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, DeadlineExceeded, Unavailable
+from weightd.protocol.messages.data import Infer, InferResponse, Parameters, RequestDescription, TensorSpec
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.shared import memfd
 
 from .support import MLP_WIDTH, ONE_ENGINE, Bare, Question, assert_same, mlp_inputs, ready_workers
 
@@ -193,3 +197,24 @@ def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
         until(lambda: len(list(Path(f"/proc/{service.pid}/fd").iterdir())) <= before, "the daemon closes it")
         until(lambda: mapped(service) <= regions + WORKERS - 1, "the workers forget it")
         ask(client, question)
+
+
+def test_workers_allocate_no_page_of_memory_that_the_client_has_not_written_to(
+    service: ManagedService, question: Question
+) -> None:
+    service.ready()
+    nbytes = question.inputs["x"].nbytes
+    (answer,) = question.answer.values()
+    descriptor = memfd.create(nbytes + answer.nbytes)
+    try:
+        with SharedMemoryPeer(f"{service.address}.unix") as peer:
+            region = peer.register(descriptor)
+            places = Regions((InputPlace(0, region, 0),), (OutputPlace(0, region, nbytes, answer.nbytes),))
+            description = RequestDescription("mlp", (TensorSpec("x", "FP32", question.inputs["x"].shape),))
+            for number in range(2 * WORKERS):
+                response = peer.ask(Infer(str(number), description, Parameters(regions=places)))
+                assert isinstance(response, InferResponse), response
+                assert response.placed is None
+        assert os.fstat(descriptor).st_blocks == 0
+    finally:
+        os.close(descriptor)

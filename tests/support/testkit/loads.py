@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.client
+import os
 import resource
 import select
 import socket
@@ -24,9 +25,14 @@ from testkit.users_child import Hands
 from weightd.client import Pending, RequestError
 from weightd.protocol.codec import encode
 from weightd.protocol.framing import MAX_FRAMES, head
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.framing import Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
-from weightd.protocol.messages.data import Cancel
+from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
 from weightd.protocol.messages.status import Status
+from weightd.protocol.messages.types import TO_CLIENT
+from weightd.shared import memfd
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 
@@ -504,6 +510,82 @@ def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[s
                 pass
             ended += 1
     return {"ended": ended}
+def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> Dict[str, int]:
+    """Have workers read and write memory that was never written to, until told to stop.
+
+    Each request of `model`, whose one output is as large as its input, names a memfd of its own of twice `nbytes`,
+    which is unregistered then; the last `kept` descriptors stay open. Return the number of requests and how many bytes
+    of memory these descriptors have: all of that was allocated by the service.
+    """
+    descriptors: Deque[int] = deque()
+    outcomes: Counter[str] = Counter()
+    count = 0
+    spec = TensorSpec("x", "FP32", (1, nbytes // 4))
+    try:
+        with SharedMemoryPeer(path) as peer:
+            while not hands.stopping.is_set():
+                if len(descriptors) == kept:
+                    os.close(descriptors.popleft())
+                descriptors.append(memfd.create(2 * nbytes))
+                region = peer.register(descriptors[-1])
+                regions = Regions((InputPlace(0, region, 0),), (OutputPlace(0, region, nbytes, nbytes),))
+                request = Infer(f"hole {count}", RequestDescription(model, (spec,)), Parameters(regions=regions))
+                answer = peer.ask(request)
+                outcomes[answer.code if isinstance(answer, Error) else OK] += 1
+                peer.send(Unregister(f"done {count}", region))
+                count += 1
+                if count == 2:
+                    hands.tell("begun")
+            allocated = sum(os.fstat(each).st_blocks * 512 for each in descriptors)
+            return {**outcomes, "bytes": allocated}
+    finally:
+        for each in descriptors:
+            os.close(each)
+
+
+class SharedMemoryPeer:
+    """A connection to a Unix socket whose messages are made by the caller, one at a time.
+
+    Args:
+        path: of the socket.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._socket.settimeout(60.0)
+        self._incoming = Incoming()
+
+    def __enter__(self) -> SharedMemoryPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def register(self, descriptor: int) -> str:
+        """Register memory, and return the name of the region."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+        self._socket.sendmsg([_framed(Register("register"))], rights)
+        answer = self._answer()
+        assert isinstance(answer, Registered), answer
+        return answer.region
+
+    def ask(self, request: Any) -> Any:
+        """Send a request, and return the answer without its tensors."""
+        self.send(request)
+        return self._answer()
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        self._socket.sendall(_framed(message))
+
+    def _answer(self) -> Any:
+        while True:
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise ConnectionError("the daemon has closed the connection")
+            for received in self._incoming.receive(data):
+                return decode(received.frames, TO_CLIENT)
 
 
 def _framed(message: Any) -> bytes:
