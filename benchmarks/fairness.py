@@ -73,6 +73,7 @@ CONNECTIONS = 3000
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
 SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
 SPARSE_KEPT = 50
+FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
 POISON_WORKERS = 3
 POISON_S = 8.0
 QUICK_POISON_S = 4.0
@@ -577,6 +578,17 @@ def _sparse(plan: _Plan) -> Found:
     }
 
 
+def _framed(plan: _Plan) -> Found:
+    """A kills workers by contents in its shared memory, and replaces them by B's before the daemon has read them."""
+    inputs = [{"a": np.arange(1, FRAMED_LENGTH + 1, dtype=np.int64) + number} for number in range(4)]
+    question = _Question(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
+    with _stage(plan, {POISONED: {"path": _poisoned(), "workers": POISON_WORKERS}}) as stage:
+        path = f"{stage.service.address}.unix"
+        load = (loads.frame_innocent, path, POISONED, [each["a"] for each in inputs])
+        attack = _attack(plan, stage, question, load)
+    return {"attacks": {"quarantine of innocent content": attack}, "n": attack.count}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -866,6 +878,7 @@ PARTS: Mapping[str, Part] = {
     "long-predicts": _long_predicts,
     "log-flood": _log_flood,
     "sparse": _sparse,
+    "framed": _framed,
     "shares": _shares,
     "curve": _curve,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.client
+import itertools
 import os
 import resource
 import select
@@ -23,10 +24,8 @@ import zmq
 from testkit.lingering import lingering
 from testkit.users_child import Hands
 from weightd.client import Pending, RequestError
-from weightd.protocol.codec import encode
-from weightd.protocol.framing import MAX_FRAMES, head
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import Incoming, head
+from weightd.protocol.framing import MAX_FRAMES, Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
@@ -46,6 +45,9 @@ _ASKED_S = 30.0
 
 # Messages of a storm that are sent at once over a connection.
 _GUST = 16
+
+# An element that kills a worker of the model `models.negated`.
+_KILLER = struct.pack("<q", -(2**63))
 
 # The greeting of a ZMTP 3.0 client without security, see https://rfc.zeromq.org/spec/23, and its READY command.
 _GREETING: bytes = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
@@ -510,6 +512,8 @@ def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[s
                 pass
             ended += 1
     return {"ended": ended}
+
+
 def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> Dict[str, int]:
     """Have workers read and write memory that was never written to, until told to stop.
 
@@ -543,6 +547,34 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> 
             os.close(each)
 
 
+def frame_innocent(hands: Hands, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]) -> Dict[str, int]:
+    """Send contents in shared memory that kill workers by their last element, and restore that when the error comes.
+
+    Then the memory has a content that others send. Return how many requests ended how.
+    """
+    outcomes: Counter[str] = Counter()
+    for array in itertools.cycle(innocent):
+        descriptor = memfd.create(array.nbytes)
+        try:
+            with SharedMemoryPeer(path) as peer:
+                os.pwrite(descriptor, array.tobytes(), 0)
+                os.pwrite(descriptor, _KILLER, array.nbytes - len(_KILLER))
+                regions = Regions((InputPlace(0, peer.register(descriptor), 0),))
+                description = RequestDescription(model, (TensorSpec("a", "INT64", array.shape),))
+                answer = peer.ask(Infer("killer", description, Parameters(regions=regions)))
+                os.pwrite(descriptor, array.tobytes()[-len(_KILLER) :], array.nbytes - len(_KILLER))
+                outcomes[answer.code if isinstance(answer, Error) else OK] += 1
+                # The daemon reads as long as the connection, and with it the region, is there.
+                time.sleep(0.05)
+        finally:
+            os.close(descriptor)
+        if sum(outcomes.values()) == 1:
+            hands.tell("begun")
+        if hands.stopping.is_set():
+            break
+    return dict(outcomes)
+
+
 class SharedMemoryPeer:
     """A connection to a Unix socket whose messages are made by the caller, one at a time.
 
@@ -566,20 +598,21 @@ class SharedMemoryPeer:
         """Register memory, and return the name of the region."""
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
         self._socket.sendmsg([_framed(Register("register"))], rights)
-        answer = self._answer()
+        answer = self.receive()
         assert isinstance(answer, Registered), answer
         return answer.region
 
     def ask(self, request: Any) -> Any:
         """Send a request, and return the answer without its tensors."""
         self.send(request)
-        return self._answer()
+        return self.receive()
 
     def send(self, message: Any) -> None:
         """Send a message."""
         self._socket.sendall(_framed(message))
 
-    def _answer(self) -> Any:
+    def receive(self) -> Any:
+        """Return the next message without its tensors."""
         while True:
             data = self._socket.recv(1 << 20)
             if not data:

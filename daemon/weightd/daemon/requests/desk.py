@@ -388,6 +388,7 @@ class Desk:
 
     def adopt(self, old: Desk) -> Iterator[Request]:
         """Take over who waits at another desk for metadata; yield what waits there for an answer."""
+        old.guard.give_up()
         yield from old.scheduler.give_up()
         self.signature.adopt(old.signature)
         self._tell_metadata()
@@ -401,6 +402,7 @@ class Desk:
 
     def give_up(self, error: RequestError) -> None:
         """End what waits."""
+        self.guard.give_up()
         for request in self.scheduler.give_up():
             self.refuse(request, error)
 
@@ -412,6 +414,7 @@ class Desk:
 
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
+        self.guard.give_up()
         everything = [request for request, _ in self.scheduler.end(lambda _: True)]
         self._end(everything, Unavailable("weightd is restarting"), now)
 

@@ -59,6 +59,7 @@ class Request:
         losses: seats that ended while they ran it, for whatever reason; those that ran it at once count once.
         lost_at: when the last one did that counts.
         digest: of its content, once that has been computed.
+        mark: likewise, see `blame.contents`.
         ended: while a seat ran it: what that gives later is dropped.
         written: the rows whose outputs a process may still write to memory of the client, of each process.
         running: it has ended while there were any.
@@ -84,6 +85,7 @@ class Request:
     losses: int = 0
     lost_at: float = -float("inf")
     digest: bytes = b""
+    mark: bytes = b""
     ended: bool = False
     written: tuple[range, ...] = ()
     running: bool = False
@@ -97,6 +99,11 @@ class Request:
     def content_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
         return self.nbytes + sum(place.nbytes for place in self.places.inputs.values())
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether its client can change the content at any time: an input is in memory of the client."""
+        return bool(self.places.inputs)
 
     @property
     def kept_bytes(self) -> int:

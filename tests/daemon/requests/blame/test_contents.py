@@ -87,3 +87,14 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
     assert (mark(placed), content(placed)) == (mark(framed), content(framed))
     # Memory that was never written to takes none by being looked at.
     assert os.fstat(descriptor).st_blocks == before
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_content_that_was_read_stays_the_same_though_its_client_changes_it(size: int) -> None:
+    descriptor = memfd.create(size)
+    placed = request(bytes(size))
+    placed.frames, placed.nbytes = (), 0
+    placed.places = Places({0: Place(Memory(1, descriptor, size, os.close), 0, size)}, {})
+    digest = content(placed)
+    os.pwrite(descriptor, b"1" * size, 0)
+    assert (mark(placed), content(placed)) == (mark(request(bytes(size))), digest)

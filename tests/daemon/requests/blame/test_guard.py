@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -10,15 +12,19 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.logs import client_of
+from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, content
 from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
+from weightd.daemon.requests.blame.quarantine import MAX_HANGS
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.part import Part
+from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seats import REPLACED_S
 from weightd.daemon.tenants.tenant import Tenant
-from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.data import RequestDescription
+from weightd.protocol.errors import Internal, RequestError
+from weightd.protocol.messages.data import RequestDescription, TensorSpec
+from weightd.shared import memfd
 
 ANN, BOB = Origin("ann 1", "ann"), Origin("bob 2", "bob")
 CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
@@ -66,6 +72,61 @@ class Bench:
         assert all(job.number == job.requests[0].number for job in given)
         self.last = process
         return [[*job.parts] for job in given]
+
+
+class Shared:
+    """Memory of a client, and its requests whose one input is all of that."""
+
+    def __init__(self, origin: Origin = ANN, nbytes: int = 2 * SLICE_BYTES + 1) -> None:
+        self._origin = origin
+        self._nbytes = nbytes
+        self._descriptor = memfd.create(nbytes)
+        self._memory = Memory(1, self._descriptor, nbytes, os.close)
+        self._count = 0
+
+    def write(self, content: bytes) -> None:
+        """Change the content."""
+        os.pwrite(self._descriptor, content * self._nbytes, 0)
+
+    def request(self) -> Request:
+        """A request for what is there."""
+        self._count += 1
+        specs = (TensorSpec("x", "UINT8", (self._nbytes,)),)
+        request = Request(self._count, b"", "", RequestDescription("m", specs), (), 0.0, 1e9, 0, self._origin)
+        request.places = Places({0: Place(self._memory, 0, self._nbytes)}, {})
+        return request
+
+
+def look(bench: Bench) -> int:
+    """Have the guard read until it has nothing to read; return how many slices that took."""
+    slices = 0
+    while bench.guard.looks:
+        bench.guard.look(bench.now)
+        slices += 1
+    return slices
+
+
+def kill(bench: Bench, request: Request) -> None:
+    """Have two seats die of a request."""
+    for _ in range(2):
+        bench.guard.died(bench.seat(batch(request)), CRASH, bench.now)
+        bench.scheduler.withdraw(lambda each: each is request)
+
+
+def hang(bench: Bench, request: Request) -> None:
+    """Have a seat hang in a request."""
+    seat = bench.scheduler.seats.of(bench.seat())
+    assert seat is not None
+    bench.scheduler.seats.give(seat, batch(request), bench.now)
+    bench.now += TIMEOUT_S
+    assert len(list(bench.guard.overdue(bench.now))) == 1
+
+
+def check(bench: Bench, request: Request) -> None:
+    """Have the guard check a request, and read its content if need be."""
+    if bench.guard.check(request, bench.now):
+        content(request)
+        bench.guard.quarantine.check(request, bench.now)
 
 
 def batch(*requests: Request) -> Job:
@@ -267,3 +328,86 @@ def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCap
     # A period may end meanwhile.
     assert 1 <= len(lines) <= 2
     assert client_of(lines[0]) == "uid 1"
+
+
+@pytest.mark.parametrize("nbytes", [1, SMALL_BYTES, 2 * SLICE_BYTES + 1])
+def test_a_client_whose_memory_changes_after_the_answer_has_the_content_refused_that_killed(nbytes: int) -> None:
+    bench, shared = Bench(), Shared(nbytes=nbytes)
+    shared.write(b"1")
+    kill(bench, shared.request())
+    while not bench.refused:
+        bench.guard.look(bench.now)
+    shared.write(b"2")
+    look(bench)
+    check(bench, shared.request())
+    shared.write(b"1")
+    with pytest.raises(Internal):
+        check(bench, shared.request())
+
+
+def test_a_request_in_shared_memory_ends_once_its_content_was_read() -> None:
+    bench, shared = Bench(), Shared()
+    kill(bench, shared.request())
+    assert bench.refused == {}
+    assert look(bench) == 3
+    assert bench.refused == {1: "INTERNAL"}
+
+
+def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() -> None:
+    bench, shared = Bench(), Shared()
+    for number in range(1, 1 + MAX_HANGS):
+        shared.write(b"1")
+        hang(bench, shared.request())
+        assert number not in bench.refused
+        look(bench)
+        assert bench.refused[number] == "DEADLINE_EXCEEDED"
+        shared.write(b"2")
+    assert bench.guard.quarantine.count(bench.now) == 1
+    assert not bench.guard.check(shared.request(), bench.now)
+
+
+@pytest.mark.parametrize("lose", [kill, hang])
+def test_nothing_is_learned_of_shared_memory_whose_request_had_ended_before(
+    lose: Callable[[Bench, Request], None],
+) -> None:
+    bench, shared = Bench(), Shared()
+    request = shared.request()
+    request.ended = True
+    lose(bench, request)
+    assert not bench.guard.looks
+    assert (bench.guard.quarantine.held, bench.guard.quarantine.suspects) == ({}, {})
+
+
+def test_what_waits_for_its_content_to_be_read_ends_when_all_is_given_up() -> None:
+    bench, shared = Bench(), Shared()
+    kill(bench, shared.request())
+    bench.guard.give_up()
+    assert (bench.refused, bench.guard.looks) == ({1: "INTERNAL"}, False)
+
+
+def test_a_suspected_content_in_shared_memory_is_cleared_by_what_was_read_before_it_ran() -> None:
+    bench, shared = Bench(), Shared()
+    hang(bench, shared.request())
+    look(bench)
+    assert bench.guard.quarantine.suspects
+    unread, harmless = shared.request(), shared.request()
+    bench.guard.answered(unread, bench.now)
+    assert not bench.guard.looks
+    assert bench.guard.has_to(harmless)
+    assert bench.guard.check(harmless, bench.now)
+    bench.scheduler.submit(harmless, bench.now, aside=True)
+    assert look(bench) == 3
+    shared.write(b"2")
+    bench.guard.answered(harmless, bench.now)
+    look(bench)
+    assert not bench.guard.quarantine.suspects
+
+
+def test_a_tenant_cannot_have_the_content_of_another_refused() -> None:
+    bench, ann, bob = Bench(), Shared(ANN), Shared(BOB)
+    ann.write(b"1")
+    kill(bench, ann.request())
+    ann.write(b"2")  # before the daemon reads
+    look(bench)
+    bob.write(b"2")
+    check(bench, bob.request())

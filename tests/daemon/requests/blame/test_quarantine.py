@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
 from weightd.daemon.requests.blame import quarantine as quarantine_module
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS, QUARANTINE_S, Quarantine
-from weightd.daemon.requests.request import Request
+from weightd.daemon.requests.regions import Memory, Place, Places
+from weightd.daemon.requests.request import Origin, Request
 from weightd.protocol.errors import Internal
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
+from weightd.shared import memfd
 
 _numbers = itertools.count(1)
 
@@ -17,6 +20,16 @@ def request(frame: bytes = b"abc") -> Request:
     number = next(_numbers)
     specs = (TensorSpec("a", "UINT8", (3,)),)
     return Request(number, b"c", f"id{number}", RequestDescription("m", specs), [frame], 0.0, 1e9, len(frame))
+
+
+def shared(owner: str, content: bytes = b"abc") -> Request:
+    """A request with that content in memory of its client."""
+    made = request(content)
+    descriptor = memfd.create(len(content))
+    os.pwrite(descriptor, content, 0)
+    made.places = Places({0: Place(Memory(1, descriptor, len(content), os.close), 0, len(content))}, {})
+    made.frames, made.nbytes, made.origin = (), 0, Origin(f"{owner} 1", owner)
+    return made
 
 
 def without_content() -> Request:
@@ -123,3 +136,29 @@ def test_who_asks_pays_for_what_is_held_and_who_answers_for_suspects(quarantine:
     quarantine.clear()
     quarantine.hung(request(), 0.0)
     quarantine.check(without_content(), 0.0)
+
+
+def test_what_is_held_of_shared_memory_is_refused_only_to_its_owner(quarantine: Quarantine) -> None:
+    quarantine.hold(shared("ann"), 0.0)
+    for innocent in (request(), shared("bob"), shared("ann", b"abd")):
+        quarantine.check(innocent, 1.0)
+    with pytest.raises(Internal):
+        quarantine.check(shared("ann"), 1.0)
+
+
+def test_what_is_held_of_a_message_is_refused_to_everybody_wherever_it_is(quarantine: Quarantine) -> None:
+    quarantine.hold(request(), 0.0)
+    for guilty in (request(), shared("ann"), shared("bob")):
+        with pytest.raises(Internal):
+            quarantine.check(guilty, 1.0)
+
+
+def test_nobody_is_suspected_or_cleared_by_shared_memory_of_another(quarantine: Quarantine) -> None:
+    for _ in range(MAX_HANGS - 1):
+        quarantine.hung(request(), 0.0)
+        quarantine.hung(shared("ann"), 0.0)
+    quarantine.answered(shared("bob"), 0.0)
+    quarantine.answered(shared("ann"), 0.0)
+    assert not quarantine.hung(shared("ann"), 0.0)
+    assert not quarantine.hung(shared("bob"), 0.0)
+    assert quarantine.hung(request(), 0.0)

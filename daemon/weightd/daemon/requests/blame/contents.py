@@ -25,9 +25,16 @@ SLICE_BYTES = 256 * 1024
 
 
 def mark(request: Request) -> bytes:
-    """Return what equal contents have in common, in a few microseconds: the digest of a small one, else of a part."""
-    if is_small(request):
-        return content(request)
+    """Return what equal contents have in common, in a few microseconds: the digest of a small one, else of a part.
+
+    It is computed once: memory of a client may be another content later.
+    """
+    if not request.mark:
+        request.mark = content(request) if is_small(request) else _mark(request)
+    return request.mark
+
+
+def _mark(request: Request) -> bytes:
     state = hashlib.blake2b(digest_size=16)
     for header, frame in _tensors(request):
         state.update(header)
@@ -58,6 +65,8 @@ class Reading:
         self.request = request
         self._state = hashlib.blake2b(digest_size=16)
         self._pieces = _pieces(request)
+        if not is_small(request):
+            mark(request)
 
     def step(self) -> bool:
         """Read a slice; return whether the digest is known."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.blame.contents import Reading, is_small
+from weightd.daemon.requests.blame.contents import Reading, content, is_small
 from weightd.daemon.requests.blame.groups import MAX_GROUPS, Groups, Loss
 from weightd.daemon.requests.blame.quarantine import Quarantine
 from weightd.daemon.requests.blame.suspects import Suspects
@@ -38,6 +39,14 @@ _CANARY_PATIENCE = 3
 
 Refuse = Callable[[Request, RequestError], None]
 Then = Callable[[Request, float], None]
+
+
+class _Evidence(NamedTuple):
+    """A request that something was learned of, what follows from that, and the error in which the request ends then."""
+
+    request: Request
+    then: Then
+    error: RequestError | None = None
 
 
 class Guard:
@@ -75,14 +84,15 @@ class Guard:
         # Tenants that this model has answered: until then one has one seat at a time, so that the first of its requests
         # cannot take several seats along at once.
         self._trusted: set[str] = set()
-        self._evidence: deque[tuple[Request, Then]] = deque()
+        self._evidence: deque[_Evidence] = deque()
         self._reading: Reading | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def has_to(self, request: Request) -> bool:
         """Whether a request that has come has to be checked: cheap, where nobody is a suspect."""
-        return self.suspects.are_known or bool(self.quarantine.held) or self._is_new(request)
+        known = self.quarantine.held or (request.is_mutable and self.quarantine.suspects)
+        return self.suspects.are_known or bool(known) or self._is_new(request)
 
     def check(self, request: Request, now: float) -> bool:
         """A request has come: return whether it may be one that has killed, so that it is put `aside` for a look.
@@ -95,9 +105,12 @@ class Guard:
         self.suspects.check(request.origin, now)
         if self.suspects.confines(request.origin, now) or self._is_new(request):
             request.narrow(Company.CONFINED)
-        if not self.quarantine.may_hold(request, now):
+        # What is in memory of the client has to be read before it runs: the memory is the client's after the answer.
+        may_clear = request.is_mutable and self.quarantine.may_suspect(request, now)
+        if not (may_clear or self.quarantine.may_hold(request, now)):
             return False
         if is_small(request):
+            content(request)
             self.quarantine.check(request, now)
             return False
         return True
@@ -106,14 +119,22 @@ class Guard:
         """A seat has answered the request."""
         if request.origin.is_tenant:
             self._trusted.add(request.tenant.name)
-        if not self.quarantine.may_suspect(request, now):
+        if (request.is_mutable and not request.digest) or not self.quarantine.may_suspect(request, now):
             return
         # One at a time: if that is another content, there will be further answers.
-        if not any(then == self.quarantine.answered for _, then in self._evidence):
+        if not any(each.then == self.quarantine.answered for each in self._evidence):
             self._learn(request, self.quarantine.answered, now)
+
+    def give_up(self) -> None:
+        """End each request that waits for its content to be read."""
+        evidence, self._evidence, self._reading = self._evidence, deque(), None
+        for request, _, error in evidence:
+            if error is not None:
+                self._refuse(request, error)
 
     def clear(self) -> None:
         """Another model is served: what killed the last one says nothing."""
+        self.give_up()
         self._trusted.clear()
         self.quarantine.clear()
         self.suspects.clear()
@@ -125,7 +146,7 @@ class Guard:
 
     def look(self, now: float) -> None:
         """Read on in a request that may be one that has killed, for less than a millisecond."""
-        request = self._evidence[0][0] if self._evidence else self._scheduler.line.aside
+        request = self._evidence[0].request if self._evidence else self._scheduler.line.aside
         if request is None:
             return
         if self._reading is None or self._reading.request is not request:
@@ -134,7 +155,10 @@ class Guard:
             return
         self._reading = None
         if self._evidence:
-            self._evidence.popleft()[1](request, now)
+            _, then, error = self._evidence.popleft()
+            then(request, now)
+            if error is not None:
+                self._refuse(request, error)
         else:
             self._decide(request, now)
 
@@ -164,11 +188,12 @@ class Guard:
         awaited = {part.request for job in jobs for part in job.awaited}
         errors = self._verdicts([job for job in jobs if job.has_begun], end, now, proven=proven is not None)
         self._scheduler.release(process, but=[request for request, _ in errors])
+        held = proven if proven is not None and proven.deaths >= MAX_DEATHS else None
         for request, error in errors:
             if request in awaited:
-                self._refuse(request, error)
-        if proven is not None and proven.deaths >= MAX_DEATHS:
-            self._learn(proven, self._hold, now)
+                self._end(request, error, self._hold if request is held else None, now)
+        if held is not None and held not in awaited:
+            self._learn_of_ended(held, self._hold, now)
         for origin in origins:
             self._contain(origin, now)
 
@@ -203,11 +228,11 @@ class Guard:
             request = job.sole
             if request is None:
                 self._scheduler.part(job)
-            elif job.awaited:
-                self._refuse(request, DeadlineExceeded(f"request {request.id}: {why}"))
             self._lost_to(job, self._predict_timeout, now)
-            if request is not None:
-                self._learn(request, self._hung, now)
+            if request is not None and job.awaited:
+                self._end(request, DeadlineExceeded(f"request {request.id}: {why}"), self._hung, now)
+            elif request is not None:
+                self._learn_of_ended(request, self._hung, now)
             yield seat, f"{why} (request {', '.join(each.id for each in job.requests)})"
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
@@ -232,11 +257,13 @@ class Guard:
         """A group of ranks is lost, of which this job was taken: it waits again, but for what ends."""
         ended = self._groups.lost(seat, job, loss, now)
         self._scheduler.part(job, but=[request for request, _ in ended])
-        for request, error in ended:
-            self._refuse(request, error)
         accused = job.sole if loss.error is not None else None
-        if accused is not None and accused.deaths >= MAX_GROUPS:
-            self._learn(accused, self._hold, now)
+        held = accused if accused is not None and accused.deaths >= MAX_GROUPS else None
+        for request, error in ended:
+            self._end(request, error, self._hold if request is held else None, now)
+        if held is not None:
+            if held not in [request for request, _ in ended]:
+                self._learn_of_ended(held, self._hold, now)
             self._lost_to(job, now - job.began, now)
         elif accused is not None:
             blame([job])
@@ -320,11 +347,33 @@ class Guard:
         text = "workers were lost to requests of %s: they run one at a time, or are refused"
         self.log.log(_log, logging.WARNING, origin.far, text, who)
 
+    def _end(self, request: Request, error: RequestError, then: Then | None, now: float) -> None:
+        """End a request in an error, and learn something of it.
+
+        Its memory is the client's once it has ended, so what is there has to be read before.
+        """
+        if then is None:
+            self._refuse(request, error)
+        elif request.is_mutable and not (request.digest or is_small(request)):
+            self._evidence.append(_Evidence(request, then, error))
+            self._due_by(AT_ONCE)
+        elif request.is_mutable:
+            then(request, now)
+            self._refuse(request, error)
+        else:
+            self._refuse(request, error)
+            self._learn(request, then, now)
+
+    def _learn_of_ended(self, request: Request, then: Then, now: float) -> None:
+        """Learn something of a request that has ended before, unless its content may have changed since."""
+        if request.digest or not request.is_mutable:
+            self._learn(request, then, now)
+
     def _learn(self, request: Request, then: Then, now: float) -> None:
         if is_small(request):
             then(request, now)
         else:
-            self._evidence.append((request, then))
+            self._evidence.append(_Evidence(request, then))
             self._due_by(AT_ONCE)
 
     def _hold(self, request: Request, now: float) -> None:

@@ -2,12 +2,16 @@
 
 A request is known by its content, so a client that tries again cannot take the service down. Nothing is computed of a
 content whose size is not that of one that is known, so nobody pays for it while nothing is.
+
+A client can change a content in its shared memory after a worker has read it. So such a content holds only for the user
+or tenant whose memory it was: nobody can have the content of another one refused, nor have it cleared of suspicion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weightd.daemon.requests.blame.contents import content, mark
 from weightd.daemon.requests.request import Request
@@ -34,8 +38,15 @@ class _Content:
     mark: bytes
 
 
-class _Contents(dict[bytes, _Content]):
-    """Contents by their digests, the oldest first; each is known for the same time."""
+class _Key(NamedTuple):
+    """What a content is known by: its digest, and for whom it holds; "" for everybody."""
+
+    digest: bytes
+    owner: str
+
+
+class _Contents(dict[_Key, _Content]):
+    """Contents by their keys, the oldest first; each is known for the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,15 +61,15 @@ class _Contents(dict[bytes, _Content]):
         return marks is not None and mark(request) in marks
 
     def put(self, request: Request, now: float, hangs: int = 0) -> None:
-        digest = content(request)
-        self.remove(digest)
-        self[digest] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
+        key = _key(request)
+        self.remove(key)
+        self[key] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
         if len(self) > _MAX_KNOWN:
             del self[next(iter(self))]
         self._index()
 
-    def remove(self, digest: bytes) -> _Content | None:
-        found = self.pop(digest, None)
+    def remove(self, key: _Key) -> _Content | None:
+        found = self.pop(key, None)
         if found is not None:
             self._index()
         return found
@@ -80,6 +91,10 @@ class _Contents(dict[bytes, _Content]):
         for each in self.values():
             marks.setdefault(each.nbytes, set()).add(each.mark)
         self._marks = {nbytes: frozenset(those) for nbytes, those in marks.items()}
+
+
+def _key(request: Request) -> _Key:
+    return _Key(content(request), request.origin.far if request.is_mutable else "")
 
 
 class Quarantine:
@@ -110,20 +125,23 @@ class Quarantine:
         Raises:
             Internal: the text says for how long.
         """
-        held = self.held.get(content(request)) if self.may_hold(request, now) else None
+        if not self.may_hold(request, now):
+            return
+        digest = content(request)
+        held = self.held.get(_Key(digest, "")) or self.held.get(_Key(digest, request.origin.far))
         if held is not None:
             left = held.until - now
             raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")
 
     def hold(self, request: Request, now: float) -> None:
         """Refuse the request's content from now on."""
-        self.suspects.remove(content(request))
+        self.suspects.remove(_key(request))
         self.held.put(request, now)
 
     def hung(self, request: Request, now: float) -> bool:
         """A seat hung in the request; return whether its content is refused from now on."""
         self.suspects.forget_expired(now)
-        suspect = self.suspects.remove(content(request))
+        suspect = self.suspects.remove(_key(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
         if hangs >= MAX_HANGS:
             self.hold(request, now)
@@ -134,7 +152,7 @@ class Quarantine:
     def answered(self, request: Request, now: float) -> None:
         """A seat has answered the request: its content is beyond suspicion."""
         if self.may_suspect(request, now):
-            self.suspects.remove(content(request))
+            self.suspects.remove(_key(request))
 
     def clear(self) -> None:
         """Forget everything: another model is served."""
