@@ -44,6 +44,7 @@ from benchmarks.report import Result, Target, percentile, progress, ratio
 from benchmarks.rounds import seconds_of
 from testkit import loads, models, users
 from testkit.gatewayprocess import GatewayProcess
+from testkit.limited import LimitedService, MemoryGroup, NoControlGroup
 from testkit.loads import OK, WRONG, Asked
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
@@ -73,6 +74,7 @@ CONNECTIONS = 3000
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
 SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
 SPARSE_KEPT = 50
+MEMORY_LIMIT = 768 * 1024 * 1024
 FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
 POISON_WORKERS = 3
 POISON_S = 8.0
@@ -120,6 +122,7 @@ class Fairness(Result):
         log_lines: lines that the daemon logged during the attacks on its log.
         events_lost: of the events of B and of the daemon before them, those that the daemon had forgotten afterwards.
         sparse_bytes: memory that the service has allocated in memfds of A.
+        memory_kills: processes of the service that the kernel has killed at a limit of memory.
         seconds: p50 of B alone and beside A, of each part.
         spreads: quartiles of the ratios.
     """
@@ -155,6 +158,7 @@ class Fairness(Result):
         default_factory=dict[str, tuple[float, float, float]]
     )
     sparse_bytes: int | None = None
+    memory_kills: int | None = None
     seconds: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
     spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
 
@@ -179,6 +183,7 @@ class Fairness(Result):
             Target("log_lines", 100),
             Target("events_lost", 0),
             Target("sparse_bytes", 0),
+            Target("memory_kills", 0),
         ]
         return [each for each in bounds if getattr(self, each.key) is not None]
 
@@ -589,6 +594,39 @@ def _framed(plan: _Plan) -> Found:
     return {"attacks": {"quarantine of innocent content": attack}, "n": attack.count}
 
 
+def _memory_limit(plan: _Plan) -> Found:
+    """The service has a limit of memory, and A tries to make it use more than that."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    large = material.inputs(LARGE_BYTES // 4, count=2)
+    attacks: dict[str, Attack] = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(MemoryGroup(MEMORY_LIMIT))
+        except NoControlGroup as error:
+            raise UnavailableError(f"fairness: {error}") from None
+        tables: dict[str, dict[str, object]] = {TINY: {}, LARGEST: {}, RELU: {}}
+        stage = stack.enter_context(_stage(plan, tables, service=functools.partial(LimitedService, group)))
+        unix, zeromq = f"{stage.service.address}.unix", f"ipc://{stage.service.address}"
+        loads_of_a: dict[str, Sequence[Any]] = {
+            "sparse memory": (loads.share_holes, unix, RELU, SPARSE_BYTES, 2 * SPARSE_KEPT),
+            "large requests, Unix": (loads.keep, LARGEST, large, 64),
+            "large requests, ZeroMQ": (loads.keep, LARGEST, large, 64, 1, zeromq),
+            "unread answers": (loads.leave_unread, unix, LARGEST, 200),
+            "empty frames": (loads.send_empty_frames, unix, 64),
+        }
+        daemon = stage.service.pid
+        kills: dict[str, int] = {}
+        for name, load in loads_of_a.items():
+            progress(name)
+            before = group.kills
+            attacks[f"{name}, memory limit"] = _attack(plan, stage, question, load)
+            kills[name] = group.kills - before
+            progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
+        if stage.service.status().pid != daemon:
+            raise UnavailableError("fairness: the daemon did not survive")
+    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.count for each in attacks.values())}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -685,7 +723,10 @@ def _question(model: str, plan: _Plan, *shape: int) -> _Question:
 
 @contextlib.contextmanager
 def _stage(
-    plan: _Plan, tables: Mapping[str, Mapping[str, object]], tenants: Mapping[str, Mapping[str, object]] | None = None
+    plan: _Plan,
+    tables: Mapping[str, Mapping[str, object]],
+    tenants: Mapping[str, Mapping[str, object]] | None = None,
+    service: Callable[..., Service] = Service,
 ) -> Generator[_Stage, None, None]:
     """Serve these models to A and B; a file and workers are chosen where the table has none."""
     tables = {
@@ -694,14 +735,14 @@ def _stage(
     }
     tenants = plan.tenants() if tenants is None else tenants
     with (
-        Service(tables, tenants=tenants, gid=users.CLIENTS_GID) as service,
+        service(tables, tenants=tenants, gid=users.CLIENTS_GID) as running,
         User(users.ALICE) as a,
         User(users.BOB) as b,
     ):
-        service.ready()
+        running.ready()
         for each in (a, b):
-            each.connect(f"unix://{service.address}", timeout=60.0)
-        yield _Stage(service, a, b)
+            each.connect(f"unix://{running.address}", timeout=60.0)
+        yield _Stage(running, a, b)
 
 
 def _path(name: str, plan: _Plan) -> dict[str, object]:
@@ -737,7 +778,8 @@ def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[An
     return found.median, {"n": count, "seconds": {name: p50}, "spreads": {name: found.spread}}
 
 
-class Attack(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Attack:
     """B's latency before, during and one second after an attack, its requests in all phases, and what A's load told."""
 
     moments: tuple[Moment, Moment, Moment]
@@ -879,6 +921,7 @@ PARTS: Mapping[str, Part] = {
     "log-flood": _log_flood,
     "sparse": _sparse,
     "framed": _framed,
+    "memory-limit": _memory_limit,
     "shares": _shares,
     "curve": _curve,
 }

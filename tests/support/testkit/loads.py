@@ -23,7 +23,8 @@ import zmq
 
 from testkit.lingering import lingering
 from testkit.users_child import Hands
-from weightd.client import Pending, RequestError
+from weightd.client import Client, Pending, RequestError
+from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import MAX_FRAMES, Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
@@ -158,17 +159,21 @@ def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answer
     return Asked(took, dict(outcomes), time.perf_counter() - begin)
 
 
-def keep(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1) -> Asked:
+def keep(
+    hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
+) -> Asked:
     """Keep so many requests in flight until told to end, and leave them then.
 
     It tells when so many have ended, with 0 at once; what it returns is of those after that. Who is refused asks again
     at once.
+    They go to `address`, where one is given. It tells when so many have ended; what it returns is of those after that.
+    Who is refused asks again at once.
     """
     outcomes: Counter[str] = Counter()
     if not warm_up:
         hands.tell("begun")
     begin = time.perf_counter()
-    with hands.another() as client:
+    with Client(address, **hands.options) if address else hands.another() as client:
         pending: Deque[Pending] = deque()
         number = ended = 0
         while not hands.stopping.is_set():
@@ -545,6 +550,64 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> 
     finally:
         for each in descriptors:
             os.close(each)
+
+
+def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[str, int]:
+    """Fill the kernel's buffers of connections: ask on each as long as that is taken, and read no answer.
+
+    Return how many messages were sent, and how often a connection was closed by the daemon.
+    """
+    outcomes: Counter[str] = Counter()
+    peers: List[socket.socket] = []
+    message = _framed(ModelMetadata("unread", model)) * _GUST
+    hands.tell("begun")
+    while not hands.stopping.is_set():
+        if len(peers) < connections:
+            peer = socket.socket(socket.AF_UNIX)
+            peer.settimeout(0.05)
+            with contextlib.suppress(OSError):
+                peer.connect(path)
+            peers.append(peer)
+        for peer in [*peers]:
+            try:
+                peer.sendall(message)
+                outcomes["sent"] += _GUST
+            except socket.timeout:
+                continue
+            except OSError:
+                outcomes["closed"] += 1
+                peers.remove(peer)
+                peer.close()
+            if hands.stopping.is_set():
+                break
+    for peer in peers:
+        peer.close()
+    return dict(outcomes)
+
+
+def send_empty_frames(hands: Hands, path: str, connections: int) -> Dict[str, int]:
+    """Send messages of as many frames as one may have, all of them empty, over some connections, and read no answer."""
+    outcomes: Counter[str] = Counter()
+    frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
+    message = head(frames) * _GUST
+    hands.tell("begun")
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(connections)]
+        for peer in peers:
+            peer.settimeout(0.05)
+            peer.connect(path)
+        while peers and not hands.stopping.is_set():
+            for peer in [*peers]:
+                try:
+                    peer.sendall(message)
+                    outcomes["sent"] += _GUST
+                except socket.timeout:
+                    continue
+                except OSError:
+                    outcomes["closed"] += 1
+                    peers.remove(peer)
+        hands.stopping.wait()
+    return dict(outcomes)
 
 
 def frame_innocent(hands: Hands, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]) -> Dict[str, int]:
