@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -87,6 +88,12 @@ def test_of_a_service_that_uses_too_much_memory_a_worker_dies(weightd: Weightd) 
     assert (weightd.main_pid, weightd.restarts, weightd.wait_for_workers()) == (before, 0, others)
     assert weightd.show("ActiveState") == "active"
     weightd.ask()
+
+
+def test_the_slice_leaves_memory_to_the_rest_of_the_host(weightd: Weightd) -> None:
+    weightd.start()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < weightd.status()["memory"]["limit_bytes"] <= 0.9 * total
 
 
 def test_it_is_not_started_for_ever(weightd: Weightd) -> None:
