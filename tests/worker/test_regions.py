@@ -110,7 +110,10 @@ def test_nothing_is_written_to_a_hole(regions: Regions, memory: int) -> None:
     assert not regions.write(frame, 7, page, 2 * page)
     assert not regions.write(frame, 7, 2 * page + 1, 2 * page)
     assert allocated(memory) == present
-    assert regions.write(frame, 7, 3 * page, 2 * page)
+    # Nothing more is written to this region; another mapping of it is not concerned.
+    assert not regions.write(frame, 7, 3 * page, 2 * page)
+    regions.map(8, os.dup(memory))
+    assert regions.write(frame, 8, 3 * page, 2 * page)
     assert os.pread(memory, 2 * page, 3 * page) == bytes(frame)
     assert allocated(memory) == present
 

@@ -3,7 +3,8 @@
 The client may write to that memory, and punch holes in it, at any moment. So nothing that was checked is read there
 again: an index that changes after it was found to be in range would be read somewhere else in this process. And no
 access here allocates a page of it (`userfault`): it would be charged to weightd for as long as the client keeps the
-memory. Where there are holes, inputs are read by system calls, which allocate nothing, and nothing is written.
+memory. Once a hole was met in a region, its inputs are read by system calls, which allocate nothing, and nothing is
+written to it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _Region:
         Raises:
             OSError: the region cannot be read.
         """
-        window = self._intact(offset, len(into))
+        window = self._window
         done = len(into) if window is not None and window.read(offset, into) else 0
         while done < len(into):
             count = os.preadv(self._descriptor, [into[done:]], offset + done)
@@ -108,18 +109,11 @@ class _Region:
 
     def write(self, offset: int, source: Any) -> bool:
         """Write an array of bytes; return False where that cannot be."""
-        window = self._intact(offset, len(source))
+        window = self._window
         return window is not None and window.write(offset, source)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
-
-    def _intact(self, offset: int, nbytes: int) -> Optional[Window]:
-        """Return the window if no page of this range is missing now: a window in which one is, is of no use later."""
-        window = self._window
-        if window is None or not nbytes or os.lseek(self._descriptor, offset, os.SEEK_HOLE) < offset + nbytes:
-            return None
-        return window
 
 
 def _window(descriptor: int) -> Optional[Window]:
