@@ -682,6 +682,8 @@ OBSERVE = [
         ('self._access.check_operator(connection, "read logs")', "pass"),
         ("        self._model(message.model_name, self._access.viewer(connection).tenant)\n", ""),
         ("is_there = name in self._fleet.models and tenant.sees(name)", "is_there = name in self._fleet.models"),
+        ("request_items(len(built.inputs), len(built.outputs))", "None"),
+        ("        if tenant.config.acts_for and not (name", "        if False and not (name"),
     ),
     *mutants("observe", "daemon/observe/test_tenants.py daemon/observe/test_accounting.py",
         ("room = limits.MAX_ACCOUNTS - len(there)", "room = limits.MAX_ACCOUNTS"),

@@ -3,23 +3,40 @@
 The first frame of a message is its envelope: a msgpack map with ``v`` (the protocol's version), ``type`` (the message's
 tag) and its fields. Where tensors follow, the second is their description, a map that is the same for all messages of a
 shape: it is checked once, and found again by its bytes. One frame for each tensor comes after it, in order.
-Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the field.
+Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the field. A header frame with more items
+than a legal message of its type has is refused before it is unpacked (`preview`).
 """
 
 from __future__ import annotations
 
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from typing import Any, Dict, Generic, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, cast
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Generic,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Type,
+    TypeVar,
+    cast,
+)
 
 import msgpack
 
-from weightd.protocol import envelopes, limits
+from weightd.protocol import envelopes, limits, preview
 from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
-from weightd.protocol.messages.data import TensorSpec
+from weightd.protocol.messages.data import RequestDescription, TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, got, label, plain
+from weightd.protocol.schema import FieldError, got, label, most_items, plain
 from weightd.protocol.schema import decode as decode_fields
 
 M = TypeVar("M")
@@ -33,10 +50,15 @@ _DESCRIBED: Dict[Type[Any], Type[Any]] = {
     cls: field.metadata["description"] for cls in _TAGS for field in fields_of(cls) if "description" in field.metadata
 }
 
-# Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of each about 8 MiB at
-# most, and as much with the envelopes that came with them. A longer one is read anew each time.
+# Added to the items that the fields of a message allow: `v` and `type` of the envelope, and a few more, so that a list
+# that is a little too long is refused by its name.
+_MORE_ITEMS = 64
+
+# Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of them about 8 MiB at
+# most, and as much with the envelopes that came with them. A longer one than `_LONGEST_KNOWN` is read anew each time.
 _MAX_KNOWN = 1024
-_MAX_KNOWN_BYTES = 2048
+_MAX_KNOWN_BYTES = 2 * 1024 * 1024
+_LONGEST_KNOWN = 16 * 1024
 
 # numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
 _MAX_EXTENT = 2**63
@@ -52,25 +74,40 @@ class Decoder(Generic[M]):
         table: tag to type of the messages that the peer may send; one of these has a description.
         max_bytes: the largest header frame to accept.
         most: descriptions that are known at a time, and rests of envelopes with one of them.
+        items_for: called with the sender and the front of a long description (`preview.front`) that is not known;
+            returns the largest number of items that it may have, None for as many as the wire allows, or raises why the
+            message is refused without a look at the rest of it.
     """
 
     def __init__(
-        self, table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES, most: int = _MAX_KNOWN
+        self,
+        table: Mapping[str, Type[M]],
+        *,
+        max_bytes: int = limits.MAX_HEADER_BYTES,
+        most: int = _MAX_KNOWN,
+        items_for: Callable[[Any, Mapping[str, Any]], Optional[int]] = lambda sender, front: None,
     ) -> None:
         self._table = table
         self._max_bytes = max_bytes
         self._most = most
+        self._items_for = items_for
         [self._described] = [cls for cls in table.values() if cls in _DESCRIBED]
         self._split = envelopes.SPLITS[self._described]
         self._field, self._apart, _ = self._split
-        # Descriptions by their bytes.
+        # Descriptions by their bytes, and how many bytes these are in all.
         self._descriptions: Dict[bytes, Any] = {}
+        self._description_bytes = 0
         # What messages say beside the number or the id, and the lengths of their tensors' frames: by the bytes of the
         # description and the rest of the envelope.
         self._said: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
+        self._said_bytes = 0
 
-    def decode(self, frames: Sequence[Any]) -> M:
+    def decode(self, frames: Sequence[Any], sender: object = None) -> M:
         """Return the message of `frames`, as the function `decode` does. Those of the header are `bytes`.
+
+        Args:
+            frames: header and tensors.
+            sender: is passed to `items_for`.
 
         Raises:
             RemoteProtocolError: the frames are not such a message.
@@ -79,33 +116,51 @@ class Decoder(Generic[M]):
             first, rest = self._apart(frames[0])
             said, sizes = self._said[frames[1], rest]
         except LookupError:
-            return self._read(frames)
+            return self._read(frames, sender)
         if [*map(len, frames[2:])] != sizes:
-            return self._read(frames)
+            return self._read(frames, sender)
         message: M = object.__new__(self._described)
         fields = message.__dict__
         fields.update(said)
         fields[self._field] = first
         return message
 
-    def _read(self, frames: Sequence[Any]) -> M:
+    def _read(self, frames: Sequence[Any], sender: object) -> M:
         """The message, whatever its form."""
-        known = self._descriptions.get(frames[1]) if len(frames) > 1 else None
-        message = _read(frames, self._table, known, self._max_bytes)
-        if type(message) is self._described and len(frames[1]) <= _MAX_KNOWN_BYTES:
+        frame = frames[1] if len(frames) > 1 else b""
+        known = self._descriptions.get(frame)
+        items = None
+        # Behind a message that has no description there may be anything.
+        if known is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
+            items = self._items_for(sender, preview.front(frame))
+        message = _read(frames, self._table, known, self._max_bytes, items)
+        if type(message) is self._described and len(frames[1]) <= _LONGEST_KNOWN:
             if known is None:
-                self._keep(self._descriptions, frames[1], cast(Any, message).description)
+                self._keep_description(frames[1], cast(Any, message).description)
             rest = envelopes.rest_of(self._split, frames[0])
             if rest is not None and (frames[1], rest) not in self._said:
                 fields = {**message.__dict__}
                 del fields[self._field]
-                self._keep(self._said, (frames[1], rest), (fields, [*map(len, frames[2:])]))
+                self._keep_said((frames[1], rest), (fields, [*map(len, frames[2:])]))
         return message
 
-    def _keep(self, table: Dict[Any, Any], key: object, value: object) -> None:
-        if len(table) >= self._most:
-            del table[next(iter(table))]
-        table[key] = value
+    def _keep_description(self, frame: bytes, description: Any) -> None:
+        known = self._descriptions
+        known[frame] = description
+        self._description_bytes += len(frame)
+        while len(known) > self._most or self._description_bytes > _MAX_KNOWN_BYTES:
+            first = next(iter(known))
+            del known[first]
+            self._description_bytes -= len(first)
+
+    def _keep_said(self, key: Tuple[bytes, bytes], said: Tuple[Dict[str, Any], List[int]]) -> None:
+        known = self._said
+        known[key] = said
+        self._said_bytes += sum(map(len, key))
+        while len(known) > self._most or self._said_bytes > _MAX_KNOWN_BYTES:
+            first = next(iter(known))
+            del known[first]
+            self._said_bytes -= sum(map(len, first))
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
@@ -168,26 +223,30 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    return _read(frames, table, None, max_bytes)
+    return _read(frames, table, None, max_bytes, None)
 
 
-def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_bytes: int) -> M:
+def _read(
+    frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_bytes: int, description_items: Optional[int]
+) -> M:
     """The message, whatever its form; `known` is its description, if that is known."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
+    # Of fields that are passed over there may be any number.
+    tolerant = table is TO_CLIENT
+    is_bounded = not tolerant and len(frames[0]) > preview.SHORT_BYTES
     try:
-        fields = _unpack(frames[0], max_bytes)
+        fields = _unpack(frames[0], max_bytes, _envelope_items(frames[0], table) if is_bounded else None)
     except FieldError as error:
-        raise RemoteProtocolError(f"envelope: {error}") from None
+        raise RemoteProtocolError(f"envelope: {error}", heading(frames).id) from None
     # Whatever happens to the fields: an answer may need it.
     request_id = fields.get("id")
-    tolerant = table is TO_CLIENT
     try:
         message = _message(fields, table, tolerant=tolerant)
         described = _DESCRIBED.get(type(message))
         if described is not None:
             try:
-                description = known or _description(described, frames, max_bytes, tolerant=tolerant)
+                description = known or _description(described, frames, max_bytes, description_items, tolerant=tolerant)
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
@@ -205,28 +264,41 @@ def _read(frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_b
     return message
 
 
-def id_of(frames: Sequence[Any]) -> str:
-    """Return the id in the envelope of a message that is not decoded, "" if that has none that can be read."""
-    return _said(frames, "id")
+class Heading(NamedTuple):
+    """Type and id of a message that is not decoded; "" for one that does not stand at the front of the envelope."""
+
+    type: str
+    id: str
 
 
-def type_of(frames: Sequence[Any]) -> str:
-    """Return likewise its type."""
-    return _said(frames, "type")
+def heading(frames: Sequence[Any]) -> Heading:
+    """Return type and id of a message, at a cost that does not depend on its length."""
+    fields = preview.front(frames[0]) if frames else {}
+    return Heading(_readable(fields.get("type")), _readable(fields.get("id")))
 
 
-def _said(frames: Sequence[Any], field: str) -> str:
-    try:
-        return _readable(_unpack(frames[0], limits.MAX_HEADER_BYTES).get(field)) if frames else ""
-    except FieldError:
-        return ""
+def request_items(inputs: int, outputs: int) -> int:
+    """Return the largest number of items of the description of a request that names so many inputs and outputs."""
+    surplus_inputs, surplus_outputs = limits.MAX_TENSORS - inputs, limits.MAX_TENSORS - outputs
+    surplus = surplus_inputs * most_items(TensorSpec) + surplus_outputs
+    return _MORE_ITEMS + most_items(RequestDescription) - surplus
 
 
-def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, *, tolerant: bool) -> Any:
+def _envelope_items(frame: Any, table: Mapping[str, Type[M]]) -> int:
+    tag = preview.front(frame).get("type")
+    cls = table.get(tag) if type(tag) is str else None
+    if cls is not None:
+        return _MORE_ITEMS + most_items(cls)
+    return _MORE_ITEMS + max(map(most_items, table.values()))
+
+
+def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, items: Optional[int], *, tolerant: bool) -> Any:
     if len(frames) == 1:
         raise FieldError("missing").at("description")
+    if items is None and not tolerant:
+        items = _MORE_ITEMS + most_items(cls)
     try:
-        description: Any = decode_fields(cls, _unpack(frames[1], max_bytes), tolerant=tolerant)
+        description: Any = decode_fields(cls, _unpack(frames[1], max_bytes, items), tolerant=tolerant)
     except FieldError as error:
         raise error.at(".description") from None
     for index, (tensor, nbytes) in enumerate(zip(description.tensors, description.sizes)):
@@ -236,9 +308,12 @@ def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, *, toleran
     return description
 
 
-def _unpack(frame: Any, max_bytes: int) -> Dict[str, Any]:
+def _unpack(frame: Any, max_bytes: int, items: Optional[int]) -> Dict[str, Any]:
     if len(frame) > max_bytes:
         raise FieldError(f"expected at most {max_bytes} bytes, got {len(frame)}")
+    problem = "" if items is None else preview.problem(frame, items)
+    if problem:
+        raise FieldError(problem)
     try:
         # A text is bounded by the bytes that are there. A list or map is allocated at the length that it claims, and
         # again on each level of nesting: hence the bounds. Depth is bounded by unpackb's own stack.
@@ -263,9 +338,11 @@ def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
     listed = list(pairs)
     fields = dict(listed)
     if len(fields) != len(listed):
-        names = [name for name, _ in listed]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {label(twice)} is given twice")
+        seen: Set[Any] = set()
+        for name, _ in listed:
+            if name in seen:
+                raise ValueError(f"the field {label(name)} is given twice")
+            seen.add(name)
     return fields
 
 

@@ -143,6 +143,10 @@ MAX_GEARS = 100
 MAX_GEAR_DIMS = 4
 MAX_GEAR_SIZE = 65535
 
+# A list or a map counts as so many items of a header: to build one costs as much as to build so many other values. How
+# many items a header may have follows from the fields of its message.
+CONTAINER_ITEMS = 8
+
 # What the unpacker allocates for a list or a map before its items are looked at: twice the longest of any message, so
 # that one which is a little too long is refused by its name.
 MAX_LIST_ITEMS = 2 * MAX_PROCESSES

@@ -51,7 +51,8 @@ class Kind(NamedTuple):
 
     `check` takes a value as msgpack unpacked it and returns the typed one; `tolerant` does the same and passes over
     fields that it does not know; `plain` is the way back. All raise `FieldError`. `description` is for people. `record`
-    is the dataclass of a map with fixed fields.
+    is the dataclass of a map with fixed fields. `items` is the largest number of items that a legal value has
+    in msgpack: each key and each value is one, and a list or a map itself counts as `limits.CONTAINER_ITEMS`.
     """
 
     check: Callable[[Any], Any]
@@ -59,6 +60,7 @@ class Kind(NamedTuple):
     plain: Callable[[Any], Any]
     description: str
     record: Optional[Type[Any]] = None
+    items: int = 1
 
 
 Metadata = Mapping[str, Kind]
@@ -90,7 +92,7 @@ def got(value: object) -> str:
 
 def label(name: object) -> str:
     """Return a foreign name as it may stand in a path or a log: as it is where that is harmless, else quoted."""
-    return name if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _SHOWN else shown(name)
+    return name if isinstance(name, str) and 0 < len(name) <= _SHOWN and name.isprintable() else shown(name)
 
 
 def _wrong(expected: str, value: object) -> FieldError:
@@ -103,9 +105,13 @@ def _metadata(check: Callable[[Any], Any], description: str) -> Metadata:
 
 
 def _composed(
-    check: Callable[[Any], Any], tolerant: Callable[[Any], Any], plain: Callable[[Any], Any], description: str
+    check: Callable[[Any], Any],
+    tolerant: Callable[[Any], Any],
+    plain: Callable[[Any], Any],
+    description: str,
+    items: int = 1,
 ) -> Metadata:
-    return {"kind": Kind(check, tolerant, plain, description)}
+    return {"kind": Kind(check, tolerant, plain, description, items=items)}
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -203,6 +209,7 @@ def many(item: Metadata, max_items: int) -> Metadata:
         lambda value: tuple(convert(value, list, kind.tolerant)),
         lambda value: convert(value, tuple, kind.plain),
         f"list of at most {max_items}: {kind.description}",
+        limits.CONTAINER_ITEMS + max_items * kind.items,
     )
 
 
@@ -214,6 +221,7 @@ def nullable(item: Metadata) -> Metadata:
         lambda value: None if value is None else kind.tolerant(value),
         lambda value: None if value is None else kind.plain(value),
         f"nil, or {kind.description}",
+        kind.items,
     )
 
 
@@ -241,6 +249,7 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
         lambda value: convert(value, kind.tolerant),
         lambda value: convert(value, kind.plain),
         f"map of at most {max_items} names to {kind.description}",
+        limits.CONTAINER_ITEMS + max_items * (1 + kind.items),
     )
 
 
@@ -258,6 +267,7 @@ def record(cls: Type[Any]) -> Metadata:
             _record_plain(cls),
             cls.__name__,
             cls,
+            limits.CONTAINER_ITEMS + sum(1 + each.metadata["kind"].items for each in _fields(cls)),
         )
     }
 
@@ -351,6 +361,11 @@ def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
     """
     kind = _KINDS.get(cls) or _kind(cls)
     return (kind.tolerant if tolerant else kind.check)(value)  # type: ignore[no-any-return]
+
+
+def most_items(cls: Type[Any]) -> int:
+    """Return the largest number of items that a legal map of a `cls` has, see `Kind`."""
+    return (_KINDS.get(cls) or _kind(cls)).items
 
 
 def plain(message: object) -> Dict[str, Any]:

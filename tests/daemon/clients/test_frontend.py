@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import NoReturn, cast
 
+import msgpack
 import pytest
 
 from weightd.daemon.clients.access import Access
@@ -17,14 +18,14 @@ from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.signature import Waiter
+from weightd.daemon.requests.signature import Signature, Waiter
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol import limits
-from weightd.protocol.codec import decode, encode
+from weightd.protocol.codec import Decoder, decode, encode, request_items
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
-from weightd.protocol.messages.children import Result
+from weightd.protocol.messages.children import Built, Result
 from weightd.protocol.messages.control import ModelMetadata, ServerReady, Update
 from weightd.protocol.messages.data import (
     Cancel,
@@ -33,6 +34,7 @@ from weightd.protocol.messages.data import (
     Parameters,
     RequestDescription,
     ResponseDescription,
+    TensorSignature,
     TensorSpec,
 )
 from weightd.protocol.messages.journal import Events, Logs
@@ -49,6 +51,7 @@ class FakeModel:
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, level=1, priority_levels=2)
+    desk = SimpleNamespace(signature=Signature())
 
     def __init__(self) -> None:
         self.frontend: Frontend
@@ -297,6 +300,94 @@ def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: Worl
     assert world.refusals(client, 1) == [("large", "RESOURCE_EXHAUSTED")]
     world.ask(client, "next")
     world.until(lambda: world.model.ids == ["good", "next"])
+
+
+# As long as a header may be, and its cost is that of 60,000 items where it is unpacked.
+COSTLY = b"\x84" + encode(ServerReady("costly"))[0][1:] + b"\xa1x\xdc\xea\x60" + b"\x80" * 60_000
+
+
+@pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None], ids=["over its rate", "of no tenant"])
+def test_a_message_that_is_not_heard_is_not_decoded(
+    config: TenantConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World({"default": config} if config else {"nobody": TenantConfig()})
+    world.frontend.room.most = 2**20
+    client = world.client()
+    world.ask(client, "first")
+    world.until(lambda: world.model.waiting or client.waits())
+
+    def decoded(*_: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(Decoder, "decode", decoded)
+    client.stream.send([COSTLY])
+    code = "RESOURCE_EXHAUSTED" if config else "UNAUTHENTICATED"
+    if not config:
+        assert world.refusals(client, 1) == [("first", code)]
+    world.until(client.stream.flush)
+    assert world.refusals(client, 1) == [("costly", code)]
+    world.close()
+
+
+def test_a_message_that_costs_too_much_to_decode_counts_for_the_rate() -> None:
+    world = World({"default": TenantConfig(max_rate=1.0)})
+    world.frontend.room.most = 2**20
+    client = world.client()
+    client.stream.send([COSTLY])
+    world.until(client.stream.flush)
+    world.ask(client, "next")
+    assert world.refusals(client, 2) == [("costly", "INVALID_ARGUMENT"), ("next", "RESOURCE_EXHAUSTED")]
+    world.close()
+
+
+def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World({"default": TenantConfig(models=("m",))})
+    world.frontend.room.most = 2**20
+    client = world.client()
+
+    def refusal(name: str) -> Error:
+        asked = RequestDescription(name, tuple(TensorSpec(f"x{each}", "UINT8", (0,)) for each in range(20)))
+        client.stream.send([*encode(Infer(name, asked)), *[b""] * 20])
+        world.until(client.waits)
+        return client.error()
+
+    world.models["hidden"] = world.model
+    input_, output = TensorSignature("x", "UINT8", (-1,)), TensorSignature("y", "UINT8", (-1,))
+    built = Built("", (input_,), (output,), (), "", 0)
+    monkeypatch.setattr(FakeModel.desk, "signature", Signature())
+    FakeModel.desk.signature.learn(built)
+    error = refusal("m")
+    assert (error.id, error.code) == ("m", "INVALID_ARGUMENT")
+    expected = f"infer: description: expected at most {request_items(1, 1)} items, got at least "
+    assert error.error.startswith(expected)
+    # Neither that it exists nor what it takes is told to who does not see it.
+    for name in ("hidden", "none"):
+        error = refusal(name)
+        assert (error.id, error.code) == (name, "NOT_FOUND")
+        assert error.error == f"no model '{name}'; there are: m"
+    assert world.accounts.of("default", "").refused["NOT_FOUND"] == 2
+    FakeModel.desk.signature = Signature()
+    asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
+    client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
+    world.until(lambda: world.model.ids == ["while it loads"])
+    client.stream.send([encode(Infer("no name", asked))[0], msgpack.packb({"inputs": [], "model_name": "x" * 600})])
+    world.until(client.waits)
+    error = client.error()
+    assert (error.id, error.code) == ("no name", "INVALID_ARGUMENT")
+    assert error.error.startswith("infer: description: expected model_name first in more than 512 bytes")
+    world.close()
+
+
+def test_a_tenant_that_acts_for_others_names_models_that_it_does_not_see() -> None:
+    world = World({"default": TenantConfig(acts_for=("b",), models=()), "b": TenantConfig()})
+    world.frontend.room.most = 2**20
+    client = world.client()
+    asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
+    client.stream.send([*encode(Infer("7", asked, Parameters(tenant="b"))), b"x"])
+    world.until(lambda: world.model.ids == ["7"])
+    world.close()
 
 
 def test_what_breaks_the_framing_is_told_without_an_id(world: World) -> None:

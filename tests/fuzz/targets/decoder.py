@@ -96,7 +96,7 @@ def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
     cls: Any = ResponseDescription if table in (TO_CLIENT, FROM_CHILD) else RequestDescription
     try:
         description: Any = codec._description(  # pyright: ignore[reportPrivateUsage]
-            cls, [b"", frame], limits.MAX_STATUS_BYTES, tolerant=table is TO_CLIENT
+            cls, [b"", frame], limits.MAX_STATUS_BYTES, None, tolerant=table is TO_CLIENT
         )
     except (RemoteProtocolError, FieldError):
         return None

@@ -30,8 +30,8 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
-from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, clip, encode, id_of, type_of
+from weightd.protocol import limits, preview
+from weightd.protocol.codec import Decoder, clip, encode, heading, request_items
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -157,7 +157,7 @@ class Frontend:
         self._accounts = access.accounts
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._numbers = itertools.count(time.time_ns() // 1000)
-        self._decoder = Decoder(FROM_CLIENT)
+        self._decoder = Decoder(FROM_CLIENT, items_for=self._description_items)
         self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(clock.now()))
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
@@ -296,11 +296,15 @@ class Frontend:
             return
         try:
             if len(frames) < len(lengths):
-                self.tell_error(connection.key, id_of(frames), _too_long(received, self.room.most))
+                self.tell_error(connection.key, heading(frames).id, _too_long(received, self.room.most))
                 return
-            message = self._decoder.decode(frames)
+            message = self._decoder.decode(frames, tenant)
         except RemoteProtocolError as error:
             self.tell_error(connection.key, error.request_id, InvalidArgument(str(error)))
+            return
+        except RequestError as error:
+            self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
+            self.tell_error(connection.key, heading(frames).id, error)
             return
         try:
             self._verbs[message.__class__](connection, message, frames, now)
@@ -309,9 +313,26 @@ class Frontend:
             self.tell_error(connection.key, message.id, error)
 
     def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
-        """Refuse a message that is not heard, whatever it asks."""
-        if type_of(frames) not in UNANSWERED:
-            self.tell_error(connection.key, id_of(frames), error)
+        """Refuse a message that is not heard, whatever it asks. It is not decoded."""
+        head = heading(frames)
+        if head.type not in UNANSWERED:
+            self.tell_error(connection.key, head.id, error)
+
+    def _description_items(self, tenant: Tenant, front: Mapping[str, Any]) -> int | None:
+        """Return how many items a long description may have by the signature of its model, None while that is unknown.
+
+        Raises:
+            RequestError: the description does not begin with the name of a model that exists for the tenant.
+        """
+        name = front.get("model_name")
+        if type(name) is not str:
+            text = f"expected model_name first in more than {preview.SHORT_BYTES} bytes, before lists and maps"
+            raise InvalidArgument(f"infer: description: {text}")
+        if tenant.config.acts_for and not (name in self._fleet.models and tenant.sees(name)):
+            # It may exist for the tenant that the message names.
+            return None
+        built = self._model(name, tenant).desk.signature.built
+        return None if built is None else request_items(len(built.inputs), len(built.outputs))
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 

@@ -1,0 +1,194 @@
+"""Headers that cost more to unpack than a legal message: they are refused before an object is built from them."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from weightd.protocol import limits, preview, schema
+from weightd.protocol.codec import decode, encode, heading, request_items
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.messages.children import FROM_CHILD, Built, Probing
+from weightd.protocol.messages.control import ModelMetadata
+from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
+from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
+from weightd.protocol.messages.types import FROM_CLIENT
+
+SCALARS: Any = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=80) | st.binary()
+)
+VALUES: Any = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=40), inner, max_size=5),
+    max_leaves=10,
+)
+# Each form of msgpack that has a length.
+LENGTHS = [0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536]
+FORMS: List[Any] = [
+    *[["t" * each for each in LENGTHS], [b"b" * each for each in LENGTHS], [[None] * each for each in LENGTHS]],
+    [dict.fromkeys(map(str, range(each))) for each in LENGTHS],
+]
+LONG = "x" * preview.SHORT_BYTES
+
+
+def items_of(value: Any) -> int:
+    """Return the items of a value, counted in the value itself."""
+    if isinstance(value, dict):
+        return limits.CONTAINER_ITEMS + sum(items_of(key) + items_of(each) for key, each in value.items())
+    return limits.CONTAINER_ITEMS + sum(map(items_of, value)) if isinstance(value, list) else 1
+
+
+@settings(max_examples=50)
+@example(FORMS)
+@given(VALUES)
+def test_every_value_is_counted(value: Any) -> None:
+    value = [LONG, value]
+    frame, items = msgpack.packb(value), items_of(value)
+    assert preview.problem(frame, items) == ""
+    assert preview.problem(frame, items - 1).startswith(f"expected at most {items - 1} items, got at least ")
+
+
+@settings(max_examples=50)
+@given(st.binary(max_size=200) | VALUES.map(msgpack.packb), st.data())
+def test_what_is_cut_short_or_no_msgpack_is_left_to_msgpack(raw: bytes, data: Any) -> None:
+    frame = msgpack.packb(LONG)[:-1] + raw
+    preview.problem(frame[: data.draw(st.integers(0, len(frame)))], 50)
+    preview.problem(raw.ljust(preview.SHORT_BYTES + 1, b"\xc1"), 50)
+    preview.front(raw)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 8, 16, 17, 300, 70_000])
+def test_an_extension_type_is_refused(size: int) -> None:
+    frame = msgpack.packb([LONG, msgpack.ExtType(5, bytes(size))])
+    assert preview.problem(frame, 1000) == "expected no extension type, got one"
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+SPECS = tuple(TensorSpec(f"{number:02}" + "n" * 254, "FP32", (1,) * 16) for number in range(64))
+SIGNATURES = tuple(TensorSignature(each.name, each.datatype, each.shape) for each in SPECS)
+REGIONS = Regions(
+    tuple(InputPlace(number, "r" * 32, 2**62) for number in range(64)),
+    tuple(OutputPlace(number, "r" * 32, 2**62, 2**62) for number in range(64)),
+)
+DESCRIPTION = RequestDescription("m" * 256, SPECS, tuple("o" * 256 for _ in range(64)))
+CASES: Cases = tuple({each.name: each.shape for each in SPECS} for _ in range(16))
+
+
+@pytest.mark.parametrize(
+    ("message", "table"),
+    [
+        (Infer("i" * 128, DESCRIPTION, Parameters(1, REGIONS, 1, "t" * 256)), FROM_CLIENT),
+        (Probing(CASES[:4], CASES), FROM_CHILD),
+        (Built("", SIGNATURES, SIGNATURES, CASES[:4], "", 0, gears=((1,) * 4,) * 100), FROM_CHILD),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_largest_legal_message_is_within_its_bound(message: Any, table: Any) -> None:
+    header = encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+    assert sum(map(len, header)) > 40_000
+    assert decode(header, table, max_bytes=limits.MAX_CHILD_HEADER_BYTES) == message
+
+
+UNITS: Dict[str, bytes] = {
+    "empty map": b"\x80",
+    "map": b"\x81\xa1x\xc0",
+    "empty list": b"\x90",
+    "nil": b"\xc0",
+    "empty text": b"\xa0",
+    "text": b"\xa2\xc3\xa9",
+    "float": b"\xca\x00\x00\x00\x01",
+    "integer": b"\xcf" + b"\xff" * 8,
+    "bytes": b"\xc4\x01x",
+    "extension": b"\xd4\x05x",
+    "timestamp": b"\xd6\xff\x00\x00\x00\x01",
+}
+
+
+def filled(unit: bytes, nbytes: int, *, nested: bool) -> bytes:
+    """Return lists of 60 such units, one in another or one beside another."""
+    part = b"\xdc\x00\x3d" + unit * 60 if nested else b"\xdc\x00\x3c" + unit * 60
+    count = nbytes // len(part)
+    return part * count + b"\xc0" if nested else b"\xdd" + count.to_bytes(4, "big") + part * count
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> List[int]:
+    """The items of the frames that msgpack has unpacked."""
+    found: List[int] = []
+    unpack = msgpack.unpackb
+
+    def counting(frame: bytes, **options: Any) -> Any:
+        value = unpack(frame, **options)
+        found.append(items_of(value))
+        return value
+
+    monkeypatch.setattr(msgpack, "unpackb", counting)
+    return found
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize(
+    ("tag", "table", "nbytes"),
+    [
+        ("infer", FROM_CLIENT, 65_000),
+        ("status", FROM_CLIENT, 65_000),
+        ("update", FROM_CLIENT, 65_000),
+        ("pong", FROM_CHILD, 1_000_000),
+        ("result", FROM_CHILD, 1_000_000),
+    ],
+)
+def test_an_envelope_full_of_items_is_not_unpacked(
+    unpacked: List[int], tag: str, table: Any, nbytes: int, unit: bytes, nested: bool
+) -> None:
+    head = msgpack.packb({"v": 1, "type": tag, "id": "7"})[1:]
+    envelope = b"\x84" + head + msgpack.packb("parameters") + filled(unit, nbytes, nested=nested)
+    with pytest.raises(RemoteProtocolError, match=r"^envelope: expected (at most|no extension)") as caught:
+        decode([envelope], table, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
+    assert caught.value.request_id == "7"
+    assert not unpacked
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_a_description_full_of_items_is_not_unpacked(unpacked: List[int], unit: bytes, nested: bool) -> None:
+    envelope = msgpack.packb({"v": 1, "type": "infer", "id": "7"})
+    names = b"".join(map(msgpack.packb, ("model_name", "m", "inputs")))
+    with pytest.raises(RemoteProtocolError, match=r"^infer: description: expected (at most|no extension)") as caught:
+        decode([envelope, b"\x82" + names + filled(unit, 65_000, nested=nested)], FROM_CLIENT)
+    assert caught.value.request_id == "7"
+    assert len(unpacked) == 1
+
+
+def test_the_bound_of_a_request_grows_with_the_tensors_that_it_may_name() -> None:
+    description = RequestDescription("m" * 256, SPECS[:2], tuple("o" * 256 for _ in range(3)))
+    frame = msgpack.packb(schema.plain(description))
+    assert preview.problem(frame, request_items(2, 3)) == ""
+    assert request_items(64, 64) - request_items(2, 3) == 62 * schema.most_items(TensorSpec) + 61
+    more = msgpack.packb(schema.plain(DESCRIPTION))
+    assert preview.problem(more, request_items(2, 3)).startswith("expected at most")
+    assert preview.problem(more, request_items(64, 64)) == ""
+
+
+# --- type and id of a message that is not decoded ------------------------------------------------------------------
+
+
+def test_type_and_id_are_read_where_they_come_before_lists_and_maps() -> None:
+    assert heading(encode(ModelMetadata("7", "m"))) == ("model_metadata", "7")
+    assert heading([msgpack.packb({"id": "7", "type": "infer", "parameters": [1] * 60_000})]) == ("infer", "7")
+    assert heading([msgpack.packb({"type": "infer", "parameters": [1], "id": "7"})]) == ("infer", "")
+    assert heading([msgpack.packb({"id": "i" * 129, "type": 7})]) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xc0", b"\x81", b"\x81\xa2id", b"\x81\xa2id\xa2x", b"\x81\xa2id\xa1\xff", b"\xc1"]
+)
+def test_what_has_no_front_has_neither_type_nor_id(frame: bytes) -> None:
+    assert heading([frame]) == ("", "")
+    assert heading([]) == ("", "")
