@@ -625,6 +625,19 @@ def _memory_limit(plan: _Plan) -> Found:
         if stage.service.status().pid != daemon:
             raise UnavailableError("fairness: the daemon did not survive")
     return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.count for each in attacks.values())}
+def _slow_headers(plan: _Plan) -> Found:
+    """A, or a user of no tenant, sends headers that are costly to unpack, on the Unix socket and over ZeroMQ."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {TINY: {}}) as stage, User(users.DAVE) as stranger:
+        for scheme, name in (("unix", "Unix"), ("ipc", "ZeroMQ")):
+            address = f"{scheme}://{stage.service.address}" + (".unix" if scheme == "unix" else "")
+            stage.b.connect(f"{scheme}://{stage.service.address}", timeout=60.0)
+            load = (loads.slow_headers, address, TINY)
+            attacks[f"slow headers, {name}"] = _attack(plan, stage, question, load)
+            outside = dataclasses.replace(stage, a=stranger)
+            attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, question, load)
+    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -916,6 +929,7 @@ PARTS: Mapping[str, Part] = {
     "sparse": _sparse,
     "framed": _framed,
     "memory-limit": _memory_limit,
+    "slow-headers": _slow_headers,
     "shares": _shares,
     "curve": _curve,
 }

@@ -27,6 +27,9 @@ from weightd.client import Client, Pending, RequestError
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import MAX_FRAMES, Incoming, head
+from weightd.client import Pending, RequestError
+from weightd.protocol.codec import encode
+from weightd.protocol.framing import Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
@@ -682,6 +685,73 @@ class SharedMemoryPeer:
                 raise ConnectionError("the daemon has closed the connection")
             for received in self._incoming.receive(data):
                 return decode(received.frames, TO_CLIENT)
+def slow_headers(hands: Hands, address: str, model: str) -> Dict[str, int]:
+    """Send `infer` messages with headers of 64 KiB that are costly to unpack, until told to stop; return how many.
+
+    The address is `unix://PATH`, or one of ZeroMQ.
+    """
+    messages = _slow_headers(model)
+    sent = 0
+    with contextlib.ExitStack() as stack:
+        send, receive = _unix_peer(stack, address) if address.startswith("unix://") else _zmq_peer(stack, address)
+        hands.tell("begun")
+        while not hands.stopping.is_set():
+            for each in messages:
+                send(each)
+            sent += len(messages)
+            receive(len(messages), hands)
+    return {"sent": sent}
+
+
+def _slow_headers(model: str) -> List[List[bytes]]:
+    """Return messages full of maps, extension types, texts and lists: in the envelope, and in the description."""
+    units = (b"\x80", b"\x81\xa1x\xc0", b"\xd4\x05x", b"\xd6\xff\x00\x00\x00\x01", b"\xa2\xc3\xa9", b"\x90")
+    lists = [(b"\xdc\x00\x3c" + unit * 60, 65_000 // (3 + 60 * len(unit))) for unit in units]
+    fills = [b"\xdc" + count.to_bytes(2, "big") + each * count for each, count in lists]
+    plain = encode(Cancel("7"))[0].replace(b"\xa6cancel", b"\xa5infer")
+    name = model.encode()
+    described = b"\x82\xaamodel_name" + bytes([0xA0 + len(name)]) + name + b"\xa6inputs"
+    return [
+        *[[b"\x84" + plain[1:] + b"\xaaparameters" + fill] for fill in fills],
+        *[[plain, described + fill] for fill in fills],
+    ]
+
+
+Peer = Tuple[Callable[[Sequence[bytes]], Any], Callable[[int, Hands], Any]]
+
+
+def _unix_peer(stack: contextlib.ExitStack, address: str) -> Peer:
+    peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+    peer.connect(address[len("unix://") :])
+    peer.settimeout(0.2)
+    incoming = Incoming()
+
+    def receive(count: int, hands: Hands) -> None:
+        while count > 0 and not hands.stopping.is_set():
+            with contextlib.suppress(socket.timeout):
+                count -= len(incoming.receive(peer.recv(1 << 20)))
+
+    def send(frames: Sequence[bytes]) -> None:
+        data = memoryview(head(frames) + b"".join(frames))
+        while data:
+            with contextlib.suppress(socket.timeout):
+                data = data[peer.send(data) :]
+
+    return send, receive
+
+
+def _zmq_peer(stack: contextlib.ExitStack, address: str) -> Peer:
+    peer = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.DEALER))
+    peer.linger = 0
+    peer.connect(address)
+
+    def receive(count: int, hands: Hands) -> None:
+        while count > 0 and not hands.stopping.is_set():
+            if peer.poll(200):
+                peer.recv_multipart()
+                count -= 1
+
+    return peer.send_multipart, receive
 
 
 def _framed(message: Any) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Sequence
 # Whom a service lets connect to its sockets, see `Service`.
 CLIENTS_GID = 61000
 
-ALICE, BOB, CAROL = 61001, 61002, 61003
+ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
 
 END_LIMIT_S = 20.0
 _ANSWER_LIMIT_S = 120.0
