@@ -53,7 +53,7 @@ from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedR
 from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
 from weightd.shared import memfd
-from weightd.worker import exits, life, nativelog
+from weightd.worker import exits, life, nativelog, predictor
 from weightd.worker import session as session_module
 from weightd.worker.batching import trials
 from weightd.worker.canary import canary
@@ -920,6 +920,48 @@ def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> Non
         assert answers(socket) == {**expected, 3: [2], 4: [4]}
         assert [type(each) for each in socket.sent].count(Unequal) == exact
         assert [len(each["x"]) for each in engine.asked[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
+
+
+def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together() -> None:
+    def job(first: int, *values: float, parties: Tuple[int, ...]) -> List[Sequence[Any]]:
+        parts = [of_rows(first + index, value) for index, value in enumerate(values)]
+        return [encode(Together(len(parts), 0, parties)), *parts]
+
+    def fives(inputs: Arrays) -> Arrays:
+        return {"y": inputs["x"] * 2 + (len(inputs["x"]) > 1) * (inputs["x"] == 5)}
+
+    attach = encode(Attach("7", CASES, 8))
+    engine = fake(fives)
+    jobs = [*job(1, 1, 5, 2, parties=(7, 8, 9)), *job(4, 1, 5, 2, parties=(7, 8, 9)), *job(7, 1, 2, parties=(7, 9))]
+    _, socket = play(engine, attach, *jobs, STOP)
+    assert answers(socket) == {1: [2], 2: [10], 3: [4], 4: [2], 5: [10], 6: [4], 7: [2], 8: [4]}
+    told = [each for each in socket.sent if isinstance(each, Unequal)]
+    # Where a daemon does not know of it, it is told again.
+    assert [each.parties for each in told] == [(8,), (8,)]
+    # Of the first job: all, each alone, those of 8 without others, then one by one as the answers; of the second one
+    # those of 7 and 9, which come in this form for the first time, and that of 8; of the third one those of 7 and 9,
+    # whose form has come before.
+    assert [len(each["x"]) for each in engine.asked[4:]] == [3, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 2]
+    # A part that is taken back is nobody's.
+    skipped = job(1, 5, 1, 2, parties=(8, 7, 9))
+    engine = fake(fives)
+    _, socket = play(engine, attach, *skipped[:2], skip(1), *skipped[2:], *job(4, 1, 2, parties=(8, 7)), STOP, ahead=6)
+    assert answers(socket) == {2: [2], 3: [4], 4: [2], 5: [4]}
+    assert not [each for each in socket.sent if isinstance(each, Unequal)]
+
+
+def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "_MAX_APART", 1)
+    engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
+    parts = of_rows(1, 1), of_rows(2, 2)
+    _, socket = play(engine, ATTACH, encode(Together(2, 0, (7, 8))), *parts, STOP)
+    assert (only(Unequal, socket).parties, answers(socket)) == ((), {1: [2], 2: [3]})
+
+
+@pytest.mark.parametrize("parties", [(1,), (1, 2, 3)])
+def test_whose_the_requests_are_is_said_of_each_or_of_none(parties: Tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match=f"parties: expected 2, or none, got {len(parties)}"):
+        play(fake(), encode(Together(2, 0, parties)), predict(1), predict(2), STOP)
 
 
 def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:

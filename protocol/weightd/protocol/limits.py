@@ -147,9 +147,9 @@ MAX_GEAR_SIZE = 65535
 # many items a header may have follows from the fields of its message.
 CONTAINER_ITEMS = 8
 
-# What the unpacker allocates for a list or a map before its items are looked at: twice the longest of any message, so
-# that one which is a little too long is refused by its name.
-MAX_LIST_ITEMS = 2 * MAX_PROCESSES
+# What the unpacker allocates for a list or a map before its items are looked at: more than the longest of any message
+# has, so that one which is a little too long is refused by its name.
+MAX_LIST_ITEMS = MAX_PARTS + 64
 MAX_MAP_ITEMS = 2 * MAX_TENSORS
 
 # Events of one answer: as many short ones as fit into a header.

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from weightd.daemon.config.batching import Batching
+from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.host.ends import End
 from weightd.daemon.meters.meter import Meter
+from weightd.daemon.models.rows import told
+from weightd.protocol import limits
 from weightd.protocol.messages.children import Attached, Broken, Failed, Ping, Pong, Unequal
 from weightd.protocol.messages.findings import Rows
 
@@ -114,6 +116,38 @@ def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
     for name in (W1, W2):
         stage.says(name, Unequal("they differ"))
     assert counted(meter)[3] == 1
+
+
+def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
+    stage = Stage(batching=Batching(8), split=Split(4))
+    meter, names = stage.model.desk.meter, stage.model.desk.names
+    stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
+    a, b = names.number("tenant a"), names.number("tenant b")
+
+    def apart(name: str) -> frozenset[int]:
+        seat = stage.model.desk.scheduler.seats.of(name)
+        assert seat is not None
+        assert (seat.terms.max_rows, seat.terms.is_exact) == (8, True)
+        return seat.terms.apart
+
+    # Each of two workers finds it out.
+    for name in (W1, W2):
+        stage.says(name, Unequal("output y differs", (a,)))
+    assert (apart(W1), apart(W2)) == (frozenset({a}), frozenset({a}))
+    assert counted(meter)[3] == 1
+    stage.says(W2, Unequal("output z differs", (a, b)))
+    assert apart(W1) == {a, b}
+    assert counted(meter)[3] == 2
+    [generation] = stage.model.generations
+    assert told(stage.model.config, generation).endswith(
+        "tested bit-equal, requests of tenant a, tenant b share no predict and run in one piece: "
+        "output y differs, output z differs"
+    )
+    # More are not remembered: then it is nobody's.
+    stage.says(W1, Unequal("many differ", tuple(range(limits.MAX_TENANTS))))
+    seat = stage.model.desk.scheduler.seats.of(W1)
+    assert seat is not None
+    assert (seat.terms.max_rows, seat.terms.is_exact) == (1, False)
 
 
 def test_ranks_are_lost_together_and_started_together() -> None:

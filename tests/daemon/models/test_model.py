@@ -122,7 +122,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     seat = stage.model.desk.scheduler.seats.of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
-    assert [seat.terms.cuts(form) for each in asked if (form := seat.terms.form(each)) is not None] == cut
+    assert [seat.terms.cuts(form, "") for each in asked if (form := seat.terms.form(each)) is not None] == cut
     [generation] = stage.model.generations
     assert ("of the canary's dimensions" in told(stage.model.config, generation)) == exact
 

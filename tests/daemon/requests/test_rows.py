@@ -17,9 +17,11 @@ from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.requests.desk import Askers, Desk
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.rows import parties as parties_module
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.forming import LONG_S, Group, Where, rows_of_part, together
 from weightd.daemon.requests.rows.joining import Piece, joined
+from weightd.daemon.requests.rows.parties import Names, number_of
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
@@ -144,6 +146,41 @@ def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None
     ann, bob, other = request(far="ann"), request(far="bob"), request(far="ann")
     assert group(ann, bob, other).requests == [ann, bob, other]
     assert group(ann, bob, other, terms=replace(ROWS, is_exact=False)).requests == [ann, other]
+
+
+def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_piece() -> None:
+    terms = replace(CUT, apart=frozenset({number_of("a")}))
+    of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
+    assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
+    assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
+    form = cast(Form, terms.form(request(8).description))
+    assert [terms.cuts(form, far) for far in ("a", "b")] == [False, True]
+    made = scheduler(terms, request(8, far="a"), request(8, far="b"))
+    assert [len(job) for job in jobs(made)] == [1, 1, 1]
+    # What has begun in parts goes on where they are added.
+    assert terms == CUT
+
+
+def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_have_to_be_the_same() -> None:
+    for terms, parties in (
+        (ROWS, (number_of("a"), number_of("b"))),
+        (replace(ROWS, is_exact=False, max_rows=2), ()),
+    ):
+        made, orders = desk(10, seats=0, terms=terms)
+        for far in "ab" if terms.is_exact else "aa":
+            made.infer(request(far=far), 0.0)
+        made.enlist("w0", terms=terms)
+        made.dispatch(0.0)
+        assert [each for each in orders if isinstance(each, Together)] == [Together(2, 0, parties)]
+        assert [made.names.of(each) for each in parties] == ["a", "b"][: len(parties)]
+
+
+def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parties_module, "_MAX_NAMES", 2)
+    names = Names()
+    numbers = [names.number(far) for far in "aabc"]
+    assert numbers == [number_of(far) for far in "aabc"]
+    assert [names.of(each) for each in numbers[1:]] == ["a tenant or user of an earlier daemon", "b", "c"]
 
 
 def test_nobody_misses_a_deadline_for_company() -> None:

@@ -13,7 +13,7 @@ from weightd.protocol.tensors import describe_request, frame_of
 from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker.batching import trials as trials_module
 from weightd.worker.batching.joint import Joint
-from weightd.worker.batching.trials import Trials
+from weightd.worker.batching.trials import RowsDiffer, Trials
 from weightd.worker.engines.engine import ModelSignature
 
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))
@@ -95,6 +95,41 @@ def test_what_differs_is_told_and_is_no_form_that_is_known(alone: Function, toge
     for _ in range(2):
         with pytest.raises(NotTogether, match=note):
             world.run(1, 2, together=together)
+
+
+def odd(x: Any) -> Any:
+    """Answers 13 in a batch otherwise than alone, whatever is beside it."""
+    return -x + (x == 13) * (len(x) > 2)
+
+
+def coupled(x: Any) -> Any:
+    """Adds the largest value of all rows to each."""
+    return -x + x.max()
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "parties", "guilty"),
+    [
+        (odd, ([1, 2], [13], [3]), (1, 2, 3), [2]),
+        (odd, ([1, 13], [13], [3]), (1, 2, 3), [1, 2]),
+        (odd, ([1, 2], [13], [3], [13]), (1, 2, 3, 2), [2]),
+        # A party's own rows together are compared, too.
+        (odd, ([1, 2], [13], [3]), (1, 1, 1), [1]),
+        (odd, ([1, 2], [13], [3]), (), []),
+        # Whose rows change others' is not to be told.
+        (coupled, ([1], [13], [1]), (1, 2, 3), []),
+    ],
+)
+def test_whose_rows_differ_is_found_row_by_row(
+    model: Function, values: Sequence[List[float]], parties: Tuple[int, ...], guilty: List[int]
+) -> None:
+    world = World(alone=model)
+    arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
+    joint = Joint([describe_request("m", {"x": array}) for array in arrays])
+    inputs = joint.inputs([[frame_of(array)] for array in arrays])
+    with pytest.raises(RowsDiffer, match="rows that were run together differ") as caught:
+        world.trials.check(joint, inputs, {"y": model(inputs["x"])}, parties)
+    assert [*caught.value.parties] == guilty
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8, 64), (70, 70)])

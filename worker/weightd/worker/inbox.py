@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
@@ -35,6 +36,8 @@ class Inbox:
         if self._begun is not None:
             self._put_behind(self._begun, order, tensors)
         elif isinstance(order, Together):
+            if len(order.parties) not in (0, order.parts):
+                raise RemoteProtocolError(f"parties: expected {order.parts}, or none, got {len(order.parties)}")
             self._begun, self._missing = order, order.parts
         else:
             self._entries.append((order, tensors))
@@ -60,17 +63,25 @@ class Inbox:
 
     def skip(self, request: int) -> bool:
         """A predict is taken back; return whether it was still here."""
-        for entry in self._entries:
+        for index, entry in enumerate(self._entries):
             order, tensors = entry
             if isinstance(order, Predict):
                 if order.request == request:
                     self._entries.remove(entry)
                     return True
-            elif isinstance(order, Together) and _skip(tensors, request):
-                if not tensors:
-                    self._entries.remove(entry)
-                return True
-        return _skip(self._parts, request)
+            elif isinstance(order, Together):
+                left = _skip(order, tensors, request)
+                if left is not None:
+                    if tensors:
+                        self._entries[index] = left, tensors
+                    else:
+                        del self._entries[index]
+                    return True
+        begun = None if self._begun is None else _skip(self._begun, self._parts, request)
+        if begun is None:
+            return False
+        self._begun = begun
+        return True
 
     def keep(self, region: int) -> None:
         """A region is not to be taken away any more, if it was: no predict in between names it."""
@@ -99,9 +110,10 @@ class Inbox:
         self._begun, self._parts, self._missing, self._behind = None, [], 0, []
 
 
-def _skip(parts: Any, request: int) -> bool:
-    for part in parts:
+def _skip(order: Together, parts: Any, request: int) -> Optional[Together]:
+    """Take a predict out of those that are together; return the order without it, None if it is not there."""
+    for index, part in enumerate(parts):
         if part[0].request == request:
             parts.remove(part)
-            return True
-    return False
+            return dataclasses.replace(order, parties=order.parties[:index] + order.parties[index + 1 :])
+    return None

@@ -98,7 +98,7 @@ class Life(abc.ABC):
             if isinstance(order, Predict):
                 self._status = self._predictor.predict(order, tensors)
             elif isinstance(order, Together):
-                self._status = self._predictor.together(tensors, order.rows)
+                self._status = self._predictor.together(tensors, order.rows, order.parties)
             elif isinstance(order, Stop):
                 return exits.OK
             else:

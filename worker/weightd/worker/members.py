@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, NamedTuple, Optional, Sequence, Union, cast
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import Back, Hello, OrderMessage, Ping, Pong, Predict, Settle
@@ -109,8 +109,8 @@ class _Each:
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         return self._of([order]).predict(order, frames)
 
-    def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
-        return self._of([order for order, _ in parts]).together(parts, rows)
+    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+        return self._of([order for order, _ in parts]).together(parts, rows, parties)
 
     def _of(self, orders: Sequence[Predict]) -> Predictor:
         members = {order.member for order in orders}

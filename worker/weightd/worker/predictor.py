@@ -6,6 +6,7 @@ import logging
 import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
 from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
@@ -16,7 +17,7 @@ from weightd.protocol.tensors import describe_response, frame_of, from_frame, to
 from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker import exits
 from weightd.worker.batching.joint import Joint, Share
-from weightd.worker.batching.trials import Trials
+from weightd.worker.batching.trials import RowsDiffer, Trials
 from weightd.worker.canary.proof import Proof
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import Doubtful, NotRun, Spoilt
@@ -27,6 +28,9 @@ _log = logging.getLogger("weightd.worker")
 # Jobs of which it is remembered how they are put together, and the most parts of such a one.
 _MAX_JOINTS = 64
 _MAX_JOINT_PARTS = 64
+
+# Parties whose requests are run one by one. Where there are more, those of all are.
+_MAX_APART = limits.MAX_TENANTS
 
 Told = Tuple[object, Sequence[Any]]
 """A message, and its tensors."""
@@ -61,6 +65,8 @@ class Predictor:
         self._sizes: Sequence[int] = ()
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._joins = True
+        # Why requests of these parties are not run together with others.
+        self._apart: Dict[int, str] = {}
         self._trials: Optional[Trials] = None
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
@@ -130,9 +136,9 @@ class Predictor:
             try:
                 self._trials.again()
             except (NotTogether, InvalidArgument) as error:
-                self.part(str(error))
+                self._learn_difference(error)
 
-    def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
+    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
         """Run the model once on the rows of several requests, and answer each; return as `predict` does.
 
         What cannot be run or divided so is run one by one: then only that fails whose fault it is.
@@ -140,12 +146,15 @@ class Predictor:
         Args:
             parts: the requests, in their order.
             rows: to run it on, if they have less; 0: as many as they have.
+            parties: whose each of them is, if it is tested that each has the answer that it has alone.
         """
+        if self._apart and len(parts) > 1 and not self._apart.keys().isdisjoint(parties):
+            return self._divided(parts, parties)
         try:
             joint = self._joint(parts, rows)
             if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
                 return self._one_by_one(parts)
-            outputs, shares = self._run(joint, parts)
+            outputs, shares = self._run(joint, parts, parties)
             return self._share(parts, shares, outputs)
         except NotTogether as error:
             return self._part(parts, error)
@@ -154,7 +163,22 @@ class Predictor:
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unforeseen(parts[0][0], error)
 
-    def _run(self, joint: Joint, parts: Sequence[Asked]) -> Tuple[Arrays, Sequence[Share]]:
+    def _divided(self, parts: Sequence[Asked], parties: Tuple[int, ...]) -> int:
+        """Run requests of parties that are apart one by one, and the others together.
+
+        The daemon that sent them together does not know of these parties yet, or is another one than that which does.
+        """
+        for party in sorted({each for each in parties if each in self._apart}):
+            self._answer((Unequal(self._apart[party], (party,)), ()))
+        others = [(part, party) for part, party in zip(parts, parties) if party not in self._apart]
+        status = self.together([part for part, _ in others], 0, tuple([party for _, party in others])) if others else 0
+        if status != exits.OK:
+            return status
+        return self._one_by_one([part for part, party in zip(parts, parties) if party in self._apart])
+
+    def _run(
+        self, joint: Joint, parts: Sequence[Asked], parties: Tuple[int, ...] = ()
+    ) -> Tuple[Arrays, Sequence[Share]]:
         inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_form, outputs.values()))
@@ -163,7 +187,7 @@ class Predictor:
         # Another thread may learn others while this one runs the model again.
         shares = joint.shares
         if self._trials is not None and len(parts) > 1:
-            self._trials.check(joint, inputs, outputs)
+            self._trials.check(joint, inputs, outputs, parties)
         return outputs, shares
 
     def _share(self, parts: Sequence[Asked], shares: Sequence[Share], outputs: Arrays) -> int:
@@ -188,10 +212,24 @@ class Predictor:
             self._joins = False
             self._answer((Unequal(clip(note)), ()))
 
+    def _learn_difference(self, error: Exception) -> None:
+        """Run no requests together any more of the parties whose rows differ, of nobody where these are not known."""
+        note = clip(str(error))
+        parties = error.parties if isinstance(error, RowsDiffer) else ()
+        new = [each for each in parties if each not in self._apart]
+        if not parties or len(self._apart) + len(new) > _MAX_APART:
+            self.part(note)
+            return
+        if not new:
+            return  # that was run before it was known
+        _log.warning("requests of %d parties are not run together with others any more: %s", len(new), note)
+        self._apart = {**self._apart, **dict.fromkeys(new, note)}
+        self._answer((Unequal(note, tuple(new)), ()))
+
     def _part(self, parts: Sequence[Asked], error: NotTogether) -> int:
         if len(parts) == 1:
             return self._fail(parts[0][0], InvalidArgument(str(error)), leaving=False)
-        self.part(str(error))
+        self._learn_difference(error)
         return self._one_by_one(parts)
 
     def _refused(self, parts: Sequence[Asked], error: RequestError) -> int:

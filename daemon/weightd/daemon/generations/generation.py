@@ -6,12 +6,14 @@ Plain decisions: events and the clock go in, `Action`s come out. No process, soc
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from weightd.daemon.generations.actions import Role, Send
 from weightd.daemon.generations.child import Child, Loss
 from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, misfit
 from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.progress import Cause, Outlook
+from weightd.daemon.generations.progress import Apart, Cause, Outlook
 from weightd.daemon.generations.states import (
     ACTIVE,
     COUNTED,
@@ -23,6 +25,7 @@ from weightd.daemon.generations.states import (
 )
 from weightd.daemon.generations.tries import Tries, described
 from weightd.daemon.host.ends import End, Lost
+from weightd.protocol import limits
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.children import Allowed, Attached, Broken, Built, Hello, Probe, Probing
 
@@ -103,9 +106,22 @@ class Generation(Life):
             self._stop(child, now)
         self._reconcile(now)
 
-    def unequal(self, note: str) -> None:
-        """A worker has found that rows together are not what each is alone, though the holder had found them equal."""
+    def unequal(self, note: str, parties: Mapping[int, str] = MappingProxyType({})) -> None:
+        """A worker has found that rows together are not what each is alone, though the holder had found them equal.
+
+        Args:
+            note: what differs.
+            parties: the names of those whose rows differ, by their numbers; none: those of all may. From now on their
+                requests share no job, until there is another generation.
+        """
         built = self.built
+        new = {number: name for number, name in parties.items() if number not in self.apart}
+        if parties and len(self.apart) + len(new) <= limits.MAX_TENANTS:
+            if new:
+                self.apart.update((number, Apart(name, note)) for number, name in new.items())
+                self.mishaps.differed()
+                self._teller.tell(f"requests of {', '.join(new.values())} are not put together any more: {note}")
+            return
         if built is not None and built.rows is not None and built.rows.equal:
             self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
             self.mishaps.differed()

@@ -6,7 +6,7 @@ import enum
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightd.daemon.generations.access import Access
 from weightd.daemon.generations.actions import Action
@@ -138,6 +138,18 @@ def one_after_another() -> int:
     return 1
 
 
+class Apart(NamedTuple):
+    """A tenant or a user whose requests are not put together with others any more.
+
+    Attributes:
+        name: of the tenant or the user.
+        note: what has differed.
+    """
+
+    name: str
+    note: str
+
+
 class Standing:
     """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
 
@@ -155,6 +167,7 @@ class Standing:
         access: who may attach, and whether answers count.
         sha256: of the model, once it is pinned.
         built: what the holder exported, once it has.
+        apart: tenants and users whose rows were found to differ when they were run with others, by their numbers.
         footprint: what one process takes on the card beside the weights.
         deaths: processes that ended, or had to be ended, without being asked to.
         tries: what is known of its canary.
@@ -174,6 +187,7 @@ class Standing:
         self.number = number
         self.sha256 = ""
         self.built: Built | None = None
+        self.apart: dict[int, Apart] = {}
         self.deaths: int = 0
         self.mishaps = Mishaps()
         self.tries = Tries(terms.canary, terms.rows)

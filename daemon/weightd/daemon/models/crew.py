@@ -165,7 +165,7 @@ class Crew:
                 self._watch_if_ready(child, generation, now)
                 deployment.told(generation, message.device)
             case Unequal():
-                generation.unequal(message.note)
+                generation.unequal(message.note, {each: self._desk.names.of(each) for each in message.parties})
                 self._rate(generation)
             case _:
                 units.heard(child, deployment, generation, self._desk, message, now)

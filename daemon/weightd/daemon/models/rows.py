@@ -26,6 +26,7 @@ def terms(config: ModelConfig, generation: Life) -> RowTerms:
         sizes=batching.sizes,
         is_exact=found.equal,
         tested=_tested(built, found) if split.exact else None,
+        apart=frozenset(generation.apart),
     )
 
 
@@ -55,6 +56,10 @@ def told(config: ModelConfig, generation: Life) -> str:
         ]
     if found.note:
         words.append(found.note)
+    if words and generation.apart:
+        names = sorted({each.name for each in generation.apart.values()})
+        notes = ", ".join(dict.fromkeys(each.note for each in generation.apart.values()))
+        words.append(f"requests of {', '.join(names)} share no predict and run in one piece: {notes}")
     return ", ".join(words)
 
 

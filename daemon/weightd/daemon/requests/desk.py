@@ -16,6 +16,7 @@ from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.regions import Memory, Places
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
+from weightd.daemon.requests.rows.parties import Names
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.requests.seat import Seat
@@ -77,6 +78,7 @@ class Desk:
         by_process: the same for each process's answers, by its name.
         failed: requests that ended in an error after they were accepted.
         meter: of the model, whichever desk it has.
+        names: of tenants and users whose requests have shared a job.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Desk:
         self.scheduler = Scheduler(*bounds, due_by, levels=levels, clocks=clocks, count=count)
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)
         self.signature = Signature(_bounds(config))
+        self.names = Names()
         self.writers = Writers()
         self.latencies = Latencies()
         self.by_process: dict[str, Latencies] = {}
@@ -391,6 +394,7 @@ class Desk:
         old.guard.give_up()
         yield from old.scheduler.give_up()
         self.signature.adopt(old.signature)
+        self.names = old.names
         self._tell_metadata()
 
     def refuse(self, request: Request, error: RequestError) -> None:
@@ -463,7 +467,10 @@ class Desk:
         if job.form is not None:
             rows = seat.terms.padded(job.rows)
             if job.count > 1 or rows:
-                self._order_all(seat, Together(job.count, rows))
+                parties: tuple[int, ...] = ()
+                if job.count > 1 and seat.terms.is_exact and seat.lockstep is None:
+                    parties = tuple([self.names.number(part.request.origin.far) for part in job.parts.values()])
+                self._order_all(seat, Together(job.count, rows, parties))
         for part in job.parts.values():
             self._predict(seat, part)
 

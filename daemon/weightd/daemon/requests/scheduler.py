@@ -131,7 +131,7 @@ class Scheduler:
         if seat is None or (line.begun.count and not seat.is_free):
             return None
         form = seat.terms.form(request.description)
-        if form is not None and line.begun.count and seat.terms.cuts(form):
+        if form is not None and line.begun.count and seat.terms.cuts(form, request.origin.far):
             return None
         self._ends_by(request)
         return seat, self._give(seat, request, form, now)
@@ -183,7 +183,7 @@ class Scheduler:
                 self.end_whole(request)
                 continue
             form = seat.terms.form(request.description)
-            will_cut = form is not None and seat.terms.cuts(form) and queue is line.normal
+            will_cut = form is not None and seat.terms.cuts(form, request.origin.far) and queue is line.normal
             if form is not None and will_cut and line.has_begun(request.tenant):
                 # One after another: what is answered to parts is kept until the last of them.
                 self._cut(request, seat.terms, form)
@@ -416,7 +416,7 @@ class Scheduler:
         """The job of a request, and of what goes with it, or of some of its rows."""
         terms, waiting = seat.terms, self.line.normal
         cut = self.line.cuts.get(request.number)
-        if cut is None and terms.cuts(form):
+        if cut is None and terms.cuts(form, request.origin.far):
             cut = self._cut(request, terms, form)
         if cut is not None:
             return self._part_of(cut, seat, now)

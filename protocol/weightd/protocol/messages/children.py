@@ -23,6 +23,7 @@ PROTOCOL = 2
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _STEP = integer(0, limits.MAX_COUNT)
+_PARTY = integer(0, limits.MAX_COUNT)
 _GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
 _UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
 _ARGUMENTS = many(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
@@ -282,21 +283,26 @@ class Together:
 
     They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
     if it had come alone. `rows`, where that is more than they have together: repeat the last row up to so many, for
-    the model takes no other number; 0: run as many as there are.
+    the model takes no other number; 0: run as many as there are. `parties` says for each predict whose it is, by a
+    number that stands for a tenant or a user and is the same in each daemon; none where it is not tested whether
+    answers are the same.
     """
 
     parts: int = field(metadata=integer(1, limits.MAX_PARTS))
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+    parties: Tuple[int, ...] = field(default=(), metadata=left_out(many(_PARTY, limits.MAX_PARTS)))
 
 
 @dataclass(frozen=True)
 class Unequal:
     """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
 
-    From now on this worker runs those that come together one by one.
+    From now on this worker runs the requests of these `parties` one by one, where they come together with others; all
+    requests where there are none.
     """
 
     note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
+    parties: Tuple[int, ...] = field(default=(), metadata=left_out(many(_PARTY, limits.MAX_TENANTS)))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,16 @@ def difference(together: Arrays, alone: Arrays) -> str:
     return ""
 
 
+def rows_that_differ(together: Arrays, alone: Arrays) -> Any:
+    """Return for each row whether any output of it differs, as an array of bool. The outputs have the same forms."""
+    rows = len(next(iter(alone.values())))
+    differ = np.zeros(rows, bool)
+    for name, array in alone.items():
+        one, other = (np.ascontiguousarray(each).reshape(rows, -1).view(np.uint8) for each in (together[name], array))
+        differ |= (one != other).any(axis=1)
+    return differ
+
+
 def _apart(together: Any, alone: Any) -> str:
     one, other = (np.ascontiguousarray(each).view(f"u{each.itemsize}") for each in (together, alone))
     differ = one != other

@@ -6,7 +6,7 @@ many rows are run alone as the holder has, for where rows differ, few may.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -25,10 +25,24 @@ _MAX_KEPT_BYTES = 16 * 1024 * 1024
 _MAX_FORMS = 64
 
 
+class RowsDiffer(NotTogether):
+    """Rows that were run together differ from the same rows run alone.
+
+    Attributes:
+        parties: whose rows differ, whatever they are run with; none where that is not known, or where rows change the
+            answers to those of others.
+    """
+
+    def __init__(self, text: str, parties: Sequence[int]) -> None:
+        super().__init__(text)
+        self.parties = parties
+
+
 class _Kept(NamedTuple):
     joint: Joint
     inputs: Arrays
     outputs: Arrays
+    parties: Tuple[int, ...]
 
 
 class Trials:
@@ -69,27 +83,28 @@ class Trials:
             joint.is_tested = True
         return joint.is_tested or len(self._forms) < self._most or joint.specs in self._forms
 
-    def check(self, joint: Joint, inputs: Arrays, outputs: Arrays) -> None:
+    def check(self, joint: Joint, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
         """Find out whether each has the same answer alone, unless that is known of the form.
 
         Args:
             joint: of the requests.
             inputs: of all of them, which are not to be changed after that.
             outputs: as `Joint.learn` has seen them.
+            parties: whose each request is, if that is known.
 
         Raises:
-            NotTogether: one has another.
+            RowsDiffer: one has another.
             RequestError: one cannot be run alone.
         """
         if joint.is_tested:
             self._left -= 1
             if self._left <= 0:
-                self._keep(_Kept(joint, inputs, outputs))
+                self._keep(_Kept(joint, inputs, outputs, parties))
             return
         dims = _dims(joint)
         compared = self._compared.get(dims, 0)
         if joint.specs not in self._forms or compared < MOST:
-            self._compare(joint, inputs, outputs)
+            self._compare(_Kept(joint, inputs, outputs, parties))
             self._forms.add(joint.specs)
             self._compared[dims] = compared = compared + sum(joint.counts)
         joint.is_tested = compared >= MOST
@@ -98,32 +113,59 @@ class Trials:
         """Look again at what is due, if anything is.
 
         Raises:
-            NotTogether: as `check`.
+            RowsDiffer: as `check`.
             RequestError: as `check`.
         """
         kept, self._kept = self._kept, None
         if kept is not None:
-            self._compare(*kept)
+            self._compare(kept)
 
     def _keep(self, kept: _Kept) -> None:
         self._left = _SELDOM
         if sum(array.nbytes for arrays in (kept.inputs, kept.outputs) for array in arrays.values()) <= _MAX_KEPT_BYTES:
             self._kept = kept
 
-    def _compare(self, joint: Joint, inputs: Arrays, outputs: Arrays) -> None:
+    def _compare(self, job: _Kept) -> None:
+        joint, inputs = job.joint, job.inputs
         used = sum(joint.counts)
-        alone: List[Arrays] = []
+        parts: List[Arrays] = []
         end = 0
         for count in joint.counts:
             begin, end = end, end + count
             if count:
                 size = next((size for size in self._sizes if size >= count), count)
                 rows = np.minimum(np.arange(begin, begin + size), end - 1)
-                answer = bits.of_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), size)
-                alone.append({name: array[:count] for name, array in answer.items()})
-        found = bits.difference({name: array[:used] for name, array in outputs.items()}, bits.joined(alone))
+                parts.append({name: array[:count] for name, array in self._run(inputs, rows).items()})
+        alone, together = bits.joined(parts), {name: array[:used] for name, array in job.outputs.items()}
+        found = bits.difference(together, alone)
         if found:
-            raise NotTogether(found)
+            raise RowsDiffer(found, self._whose(job, together, alone))
+
+    def _whose(self, job: _Kept, together: Arrays, alone: Arrays) -> Sequence[int]:
+        """Return whose rows differ.
+
+        The rows of each such party are run again without those of others: in the places of these are its own rows. If
+        they do not differ then, it was the rows of others that have changed the answers to them; so those may change
+        the answers to anybody's, and none is to blame alone.
+        """
+        forms = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (together, alone)]
+        if not job.parties or forms[0] != forms[1]:
+            return ()
+        party_of_row = np.repeat(job.parties, job.joint.counts)
+        differ = bits.rows_that_differ(together, alone)
+        found = sorted({int(each) for each in party_of_row[differ]})
+        for party in found:
+            own = np.flatnonzero(party_of_row == party)
+            rows = np.resize(own, job.joint.total)
+            rows[own] = own
+            answer = self._run(job.inputs, rows)
+            pairs = ({name: array[own] for name, array in each.items()} for each in (answer, alone))
+            if not bits.difference(*pairs):
+                return ()
+        return found
+
+    def _run(self, inputs: Arrays, rows: Any) -> Arrays:
+        return bits.of_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
 
 
 def _dims(joint: Joint) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence, cast
+from typing import Any, Callable, List, Sequence, Tuple, cast
 
 from weightd.protocol.errors import InvalidArgument, RequestError
 from weightd.protocol.messages.children import Predict
@@ -84,7 +84,7 @@ class Lockstep(Predictor):
         self._answer((Done(order.request), ()))
         return exits.OK
 
-    def together(self, parts: Sequence[Asked], rows: int = 0) -> int:
+    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
         """Run the next ones, each of which has a step of its own, in one predict."""
         gap = self._gap([order for order, _ in parts])
         if gap:

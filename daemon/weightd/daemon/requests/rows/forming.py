@@ -92,7 +92,10 @@ def together(first: Request, form: Form, waiting: Iterable[Request], where: Wher
         if each is first:
             continue
         other = terms.form(each.description)
-        if other is None or other.kind != form.kind or terms.cuts(other) or not _agree(first, each, terms):
+        if other is None or other.kind != form.kind or not _agree(first, each, terms):
+            misfits += 1
+            continue
+        if terms.cuts(other, each.origin.far):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
@@ -136,8 +139,11 @@ def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, lo
 
 def _shares(request: Request, form: Form, terms: RowTerms) -> bool:
     """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
-    return terms.merges and form.is_all_rows and form.rows <= terms.max_rows and request.company is Company.ANY
+    may = terms.merges and form.is_all_rows and form.rows <= terms.max_rows and request.company is Company.ANY
+    return may and not terms.keeps_apart(request.origin.far)
 
 
 def _agree(one: Request, other: Request, terms: RowTerms) -> bool:
+    if terms.keeps_apart(other.origin.far):
+        return False
     return other.company is Company.ANY and (terms.is_exact or one.origin.far == other.origin.far)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from weightd.daemon.requests.rows.parties import number_of
 from weightd.protocol.messages.data import RequestDescription
 
 # As many as the decoder knows by their bytes.
@@ -47,6 +48,8 @@ class RowTerms:
             have not, only those of one user share one.
         tested: with these dimensions rows were found to be equal. A request with others does not run in parts: unlike
             what shares a job, it is nowhere compared with what it is in one piece. None: it may have any.
+        apart: parties (`parties.number_of`) whose rows were found to differ: their requests share no job, and do not
+            run in parts.
     """
 
     source: int = 0
@@ -57,6 +60,8 @@ class RowTerms:
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
     tested: Dims | None = None
+    # What has begun in parts goes on when this changes.
+    apart: frozenset[int] = field(default=frozenset(), compare=False)
     # By the identity of the description, with itself so that it stays that one's.
     _forms: dict[int, tuple[RequestDescription, Form | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, Form | None]], compare=False, repr=False
@@ -67,9 +72,13 @@ class RowTerms:
         """Whether requests may share a job."""
         return self.max_rows > 1
 
-    def cuts(self, form: Form) -> bool:
-        """Whether a request of this form runs in parts."""
-        return 0 < self.part_rows < form.rows and self.tested in (None, form.dims)
+    def cuts(self, form: Form, far: str) -> bool:
+        """Whether a request of this form runs in parts; `far`: the tenant or the user that has sent it."""
+        return 0 < self.part_rows < form.rows and self.tested in (None, form.dims) and not self.keeps_apart(far)
+
+    def keeps_apart(self, far: str) -> bool:
+        """Whether the rows of a tenant or a user were found to differ."""
+        return bool(self.apart) and number_of(far) in self.apart
 
     def form(self, description: RequestDescription) -> Form | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""

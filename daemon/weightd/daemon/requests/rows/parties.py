@@ -1,0 +1,38 @@
+"""Numbers that stand for tenants and users where workers have to tell their requests apart.
+
+A worker may outlive the daemon: so the number follows from the name alone. 48 bits of a digest are not met by chance.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+# Names that are remembered, for people.
+_MAX_NAMES = 4096
+
+
+@functools.lru_cache(_MAX_NAMES)
+def number_of(far: str) -> int:
+    """Return the number of a tenant or a user (`Origin.far`)."""
+    return int.from_bytes(hashlib.blake2b(far.encode(), digest_size=6).digest(), "big")
+
+
+class Names:
+    """The names of those whose numbers workers were told of late."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def number(self, far: str) -> int:
+        """Return the number of a tenant or a user, and remember whose it is."""
+        number = number_of(far)
+        if number not in self._names:
+            if len(self._names) >= _MAX_NAMES:
+                del self._names[next(iter(self._names))]
+            self._names[number] = far
+        return number
+
+    def of(self, number: int) -> str:
+        """Return the tenant or the user with this number."""
+        return self._names.get(number, "a tenant or user of an earlier daemon")
