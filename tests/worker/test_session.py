@@ -48,7 +48,7 @@ from weightd.protocol.messages.children import (
     Unmap,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import DeviceMemory
+from weightd.protocol.messages.findings import DeviceMemory, Rows
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import NUMPY_DTYPE, describe_response, frame_of, spec_of, to_wire
 from weightd.protocol.version import VERSION
@@ -947,6 +947,23 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
     engine = fake(fives)
     _, socket = play(engine, attach, *skipped[:2], skip(1), *skipped[2:], *job(4, 1, 2, parties=(8, 7)), STOP, ahead=6)
     assert answers(socket) == {2: [2], 3: [4], 4: [2], 5: [4]}
+    assert not [each for each in socket.sent if isinstance(each, Unequal)]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_that_they_differ(exact: bool) -> None:
+    rows = Rows(("x",), ("y",), equal=True, compared=8, special=("nan", "negative zero"))
+    engine = fake()
+    parts = [of_rows(number, *values) for number, values in enumerate([(1,), (2, np.nan), (np.inf,), (-0.0,)], 1)]
+    _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact, found=rows)), *together(*parts), STOP)
+    assert sorted(answers(socket)) == [1, 2, 3, 4]
+    asked = [each["x"][:, 0].tolist() for each in engine.asked if len(each["x"]) > 1 or exact][-5:]
+    if exact:
+        # The form of the others comes for the first time: each is run alone, too.
+        expected = [["1.0", "inf"], ["1.0"], ["inf"], ["2.0", "nan"], ["-0.0"]]
+        assert [[str(value) for value in each] for each in asked] == expected
+    else:
+        assert len(asked[-1]) == 5
     assert not [each for each in socket.sent if isinstance(each, Unequal)]
 
 

@@ -157,7 +157,7 @@ MODELS = {
 }
 SHARED = (
     *(models.two_inputs, models.two_batches, models.integers, models.embedding, models.fixed),
-    *(models.with_external_data, models.random_output),
+    *(models.with_external_data, models.random_output, models.floored),
 )
 
 if __name__ == "__main__":

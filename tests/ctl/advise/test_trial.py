@@ -28,7 +28,11 @@ class Model:
 
 
 def trial(answer: Callable[[Any], Any], signature: TensorSignature = X) -> Trial:
-    return Trial(cast(Client, Model(answer)), "m", [signature])
+    def quiet(x: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return answer(x)
+
+    return Trial(cast(Client, Model(quiet)), "m", [signature])
 
 
 def made_up() -> MadeUp:

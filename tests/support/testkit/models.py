@@ -370,6 +370,14 @@ def dies_of_small_images(path: Path) -> Path:
     return save(path, nodes, [fp32("x", "N", 3, "H", "W")], [fp32("y", "N", 3, "A", "B")], [weight])
 
 
+def floored(path: Path, width: int = 3) -> Path:
+    """Input "x" FP32 [N, width] -> "y" of the same shape, rounded down.
+
+    ONNX Runtime takes several values at once, and the last ones of all one by one: there a signalling NaN stays one.
+    """
+    return save(path, [helper.make_node("Floor", ["x"], ["y"])], [fp32("x", "N", width)], [fp32("y", "N", width)])
+
+
 def negated(path: Path) -> Path:
     """Input "a" INT64 [N] -> "y" INT64 [N] = a / -1: on x86-64 the least INT64 ends ONNX Runtime by SIGFPE.
 

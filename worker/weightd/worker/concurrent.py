@@ -74,7 +74,7 @@ class ConcurrentSession(Session):
                 if isinstance(order, Predict):
                     self._crew.begin(functools.partial(self._predictor.predict, order, tensors))
                 elif isinstance(order, Together):
-                    self._crew.begin(functools.partial(self._predictor.together, tensors, order.rows))
+                    self._crew.begin(functools.partial(self._predictor.together, tensors, order.rows, order.parties))
                 else:
                     return order, tensors
 

@@ -15,6 +15,7 @@ from weightd.protocol.messages.findings import Case
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.shared.rowtest.bits import NotTogether
+from weightd.shared.rowtest.rows import Special, special_rows
 from weightd.worker import exits
 from weightd.worker.batching.joint import Joint, Share
 from weightd.worker.batching.trials import RowsDiffer, Trials
@@ -65,6 +66,7 @@ class Predictor:
         self._sizes: Sequence[int] = ()
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._joins = True
+        self._special: Sequence[Special] = ()
         # Why requests of these parties are not run together with others.
         self._apart: Dict[int, str] = {}
         self._trials: Optional[Trials] = None
@@ -107,7 +109,14 @@ class Predictor:
         return arrays, description
 
     def begin(
-        self, rows: int, sizes: Sequence[int], *, exact: bool, case: Optional[Case] = None, compared: int = 0
+        self,
+        rows: int,
+        sizes: Sequence[int],
+        *,
+        exact: bool,
+        case: Optional[Case] = None,
+        compared: int = 0,
+        special: Sequence[str] = (),
     ) -> None:
         """The model is built and attached.
 
@@ -117,7 +126,9 @@ class Predictor:
             exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
             case: shapes of inputs; with these, but for the rows, the holder has compared rows.
             compared: each number of rows up to this one.
+            special: kinds of floats: requests that have such values are run alone, if answers have to be the same.
         """
+        self._special = [Special(each) for each in special] if exact else []
         self._sizes = sorted(sizes)
         self._trials = Trials(self._engine, rows, self._sizes, case, compared) if exact else None
 
@@ -148,13 +159,16 @@ class Predictor:
             rows: to run it on, if they have less; 0: as many as they have.
             parties: whose each of them is, if it is tested that each has the answer that it has alone.
         """
-        if self._apart and len(parts) > 1 and not self._apart.keys().isdisjoint(parties):
-            return self._divided(parts, parties)
         try:
             joint = self._joint(parts, rows)
             if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
                 return self._one_by_one(parts)
-            outputs, shares = self._run(joint, parts, parties)
+            inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
+            if len(parts) > 1 and (self._apart or self._special):
+                alone = self._alone(joint, inputs, parties)
+                if alone:
+                    return self._without(alone, parts, parties)
+            outputs, shares = self._run(joint, inputs, parts, parties)
             return self._share(parts, shares, outputs)
         except NotTogether as error:
             return self._part(parts, error)
@@ -163,23 +177,27 @@ class Predictor:
         except Exception as error:  # noqa: BLE001 - as for one
             return self._fail_unforeseen(parts[0][0], error)
 
-    def _divided(self, parts: Sequence[Asked], parties: Tuple[int, ...]) -> int:
-        """Run requests of parties that are apart one by one, and the others together.
-
-        The daemon that sent them together does not know of these parties yet, or is another one than that which does.
-        """
-        for party in sorted({each for each in parties if each in self._apart}):
+    def _alone(self, joint: Joint, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
+        """Return the positions of requests that are run alone, because of whose they are or because of their values."""
+        found = {index for index, each in enumerate(parties) if each in self._apart}
+        # The daemon does not know of these parties yet, or is another one than that which does.
+        for party in sorted({parties[index] for index in found}):
             self._answer((Unequal(self._apart[party], (party,)), ()))
-        others = [(part, party) for part, party in zip(parts, parties) if party not in self._apart]
-        status = self.together([part for part, _ in others], 0, tuple([party for _, party in others])) if others else 0
-        if status != exits.OK:
-            return status
-        return self._one_by_one([part for part, party in zip(parts, parties) if party in self._apart])
+        if self._special:
+            names = [each.name for each in joint.specs]
+            found.update(joint.parts_of(special_rows(inputs, names, self._special)))
+        return sorted(found)
+
+    def _without(self, alone: Sequence[int], parts: Sequence[Asked], parties: Tuple[int, ...]) -> int:
+        """Run some of the requests one by one, and the others together."""
+        others = [index for index in range(len(parts)) if index not in alone]
+        whose = tuple([parties[index] for index in others]) if parties else ()
+        status = self.together([parts[index] for index in others], 0, whose) if others else exits.OK
+        return self._one_by_one([parts[index] for index in alone]) if status == exits.OK else status
 
     def _run(
-        self, joint: Joint, parts: Sequence[Asked], parties: Tuple[int, ...] = ()
+        self, joint: Joint, inputs: Arrays, parts: Sequence[Asked], parties: Tuple[int, ...] = ()
     ) -> Tuple[Arrays, Sequence[Share]]:
-        inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_form, outputs.values()))
         if form != joint.form:

@@ -430,7 +430,8 @@ class Session(Life):
         found = order.found
         # What the holder has compared is known here, too, if it is known that this is the same: `_differs`.
         compared = found.compared if found is not None and (found.digest or made is not None) else 0
-        self._predictor.begin(order.rows, order.sizes, exact=order.exact, case=case, compared=compared)
+        special = () if found is None else found.special
+        self._predictor.begin(order.rows, order.sizes, exact=order.exact, case=case, compared=compared, special=special)
         differs = self._differs(order)
         digest = known.digest
         # What the self-test took is the system's again before this process counts as ready. It is what a predict takes

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import boolean, integer, many, mapping, one_of, text
+from weightd.protocol.schema import boolean, integer, left_out, many, mapping, one_of, text
 from weightd.protocol.values import dataclass
 
 Case = Dict[str, Tuple[int, ...]]
@@ -41,7 +41,8 @@ class Rows:
     differed, by how much, and of how many rows, or why that was not found out. `digest` is that of the answer to a
     predict of many rows, "" where none is to be compared. `compared`: each number of rows up to this one, of the other
     dimensions that the canary has, is among those that were compared. `values` names the kind of rows that were used
-    (`weightd.shared.rowtest.rows.Kind`), of which the digest is.
+    (`weightd.shared.rowtest.rows.Kind`), of which the digest is. `special` are kinds of floats: where rows have such
+    values, answers together are not known to be those of each alone, though those of other rows are.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
@@ -51,3 +52,6 @@ class Rows:
     digest: str = field(default="", metadata=DIGEST)
     compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     values: str = field(default="scaled", metadata=one_of(("scaled", "unscaled", "indices", "permuted", "sample")))
+    special: Tuple[str, ...] = field(
+        default=(), metadata=left_out(many(one_of(("nan", "infinity", "subnormal", "negative zero")), 4))
+    )

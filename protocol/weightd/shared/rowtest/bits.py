@@ -73,7 +73,8 @@ def _apart(together: Any, alone: Any) -> str:
     differ = one != other
     rows = int(differ.reshape(len(alone), -1).any(axis=1).sum())
     text = f"{rows} of {len(alone)} rows that were run together differ from the same rows run alone"
-    a, b, all_values = (each.astype(np.float64) for each in (together[differ], alone[differ], alone))
+    with np.errstate(invalid="ignore"):
+        a, b, all_values = (each.astype(np.float64) for each in (together[differ], alone[differ], alone))
     finite = np.isfinite(a) & np.isfinite(b)
     far = float(abs(a[finite] - b[finite]).max(initial=0.0))
     largest = float(abs(all_values[np.isfinite(all_values)]).max(initial=0.0))

@@ -20,7 +20,17 @@ import numpy as np
 from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest import bits
 from weightd.shared.rowtest.bits import Arrays, NotTogether
-from weightd.shared.rowtest.rows import LEAST, MAX_BYTES, Kind, TestRows, has_rows, kinds, row_bytes
+from weightd.shared.rowtest.rows import (
+    LEAST,
+    MAX_BYTES,
+    SPECIALS,
+    Kind,
+    Special,
+    TestRows,
+    has_rows,
+    kinds,
+    row_bytes,
+)
 
 MOST_S = 10.0
 """How long it may take, beside the predict that is under way then."""
@@ -30,6 +40,10 @@ _ALONE_S = MOST_S / 2
 
 # Of the first LEAST rows so many have different answers, or rows of another kind are tried.
 _ENOUGH_DIFFERENT = LEAST // 2
+
+# For rows with special values. What was not tested until then is taken to differ.
+SPECIAL_S = 2.0
+_SPECIAL_ROWS = 16
 
 # A library's own ways are for 4, 8 or 16 values at once: what is left over is where they differ.
 _ODD_SIZES = (2, 3, 5, 7)
@@ -76,6 +90,7 @@ class Found(NamedTuple):
         note: why the answers are not the same together, or why this is not known; "" if they are the same.
         compared: each number of rows up to this one was run.
         kind: the rows that were used.
+        special: rows with such values are not known to have the answers that they have alone.
         refusal: what `Subject.predict` has raised for several rows, each of which it runs alone.
     """
 
@@ -83,6 +98,7 @@ class Found(NamedTuple):
     note: str = ""
     compared: int = 0
     kind: Kind = Kind.SCALED
+    special: Tuple[Special, ...] = ()
     refusal: Optional[Exception] = None
 
 
@@ -208,7 +224,48 @@ class _Comparison:
             note = self._difference(rows, bits.joined(alone)) or _shows_nothing(alone)
         except NotTogether as error:
             return Found(outputs, str(error), kind=kind, refusal=error.cause if isinstance(error, _Refused) else None)
-        return Found(outputs, note, 0 if note else self._compared(), kind)
+        if note:
+            return Found(outputs, note, kind=kind)
+        return Found(outputs, "", self._compared(), kind, self._special(rows, kind))
+
+    def _special(self, rows: TestRows, kind: Kind) -> Tuple[Special, ...]:
+        """Return the special values with which rows have other answers together, or change those of other rows."""
+        until = time.monotonic() + SPECIAL_S
+        if not rows.has_floats:
+            return ()
+        if kind not in (Kind.SCALED, Kind.UNSCALED):
+            return SPECIALS  # floats may be indices: what is none is not tried
+        if self._are_equal(rows, SPECIALS, until):
+            return ()
+        return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), until)])
+
+    def _are_equal(self, rows: TestRows, specials: Sequence[Special], until: float) -> bool:
+        """Return whether rows, of which some have such values, have the same answers together and alone."""
+        inputs = rows.special(_SPECIAL_ROWS, specials)
+
+        def run(indices: Any) -> Arrays:
+            if time.monotonic() >= until:
+                raise NotTogether("it takes too long")
+            self._before(len(indices))
+            return bits.of_rows(self._subject.predict(rows.chosen(inputs, indices)), len(indices))
+
+        try:
+            alone = bits.joined(
+                [
+                    {name: array[:1] for name, array in run(np.full(self._fewest, index)).items()}
+                    for index in range(_SPECIAL_ROWS)
+                ]
+            )
+            for size in self._sizes:
+                indices = np.arange(size) % _SPECIAL_ROWS
+                if bits.difference(run(indices), {name: array[indices] for name, array in alone.items()}):
+                    return False
+        except NotTogether:
+            return False
+        except self._subject.refusals as error:
+            self._refused(error)
+            return False
+        return True
 
     def _difference(self, rows: TestRows, alone: Arrays) -> str:
         """Run rows together; return how they differ from the same rows alone, "" if they do not.

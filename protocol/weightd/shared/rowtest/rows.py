@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Mapping, Optional, Sequence, Tuple
+import itertools
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -29,6 +30,10 @@ _MAX_DRAWN = 1024 * 1024
 _MAGNITUDES = (1.0, 100.0, 0.01)
 
 
+# Every value of a row is a special one, or one of so many.
+_STEPS = (1, 3, 7)
+
+
 class Kind(enum.Enum):
     """How the values of the rows are made. The first value of a kind that a model accepts is used: see `kinds`."""
 
@@ -43,6 +48,19 @@ class Kind(enum.Enum):
     """The rows of a sample as they are; then the same values of each row at other positions of that row."""
     SAMPLE = "sample"
     """The rows of a sample as they are, again and again."""
+
+
+class Special(enum.Enum):
+    """Floats for which a library may have other code than for the rest, or other bits of the answer."""
+
+    NAN = "nan"
+    """Quiet and signalling ones, of either sign and with other payloads than that of an invalid operation."""
+    INFINITY = "infinity"
+    SUBNORMAL = "subnormal"
+    NEGATIVE_ZERO = "negative zero"
+
+
+SPECIALS = tuple(Special)
 
 
 def kinds(*, has_sample: bool) -> Tuple[Kind, ...]:
@@ -116,9 +134,99 @@ class TestRows:
                 rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
             self._rows[each.name] = rows
 
+    @property
+    def has_floats(self) -> bool:
+        """Whether an input that has rows is of floats."""
+        return any(array.dtype.kind == "f" for array in self._rows.values())
+
+    def special(self, count: int, specials: Sequence[Special]) -> Arrays:
+        """Return so many rows, of which every other one has special values in its floats.
+
+        Few of them, or many, or nothing else, at other positions in each row.
+        """
+        inputs = self.of([index % self.count for index in range(count)])
+        for name, rows in self._rows.items():
+            if rows.dtype.kind == "f" and inputs[name].size:
+                bits = _bits(inputs[name].dtype, specials)
+                flat = inputs[name].reshape(count, -1).view(bits.dtype)
+                used = 0
+                for turn, row in enumerate(range(0, count, 2)):
+                    step = min(_STEPS[turn % len(_STEPS)], flat.shape[1])
+                    place = flat[row, turn % step :: step]
+                    place[:] = np.resize(np.roll(bits, -used), place.shape)
+                    used += len(place)
+        return inputs
+
     def of(self, indices: Sequence[int]) -> Arrays:
         """Return inputs of these rows, in this order."""
-        return {**self._whole, **{name: rows[indices] for name, rows in self._rows.items()}}
+        return self.chosen({**self._whole, **self._rows}, indices)
+
+    def chosen(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
+        """Return these rows of inputs, in this order."""
+        return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
+
+
+def special_rows(inputs: Arrays, names: Sequence[str], specials: Sequence[Special]) -> Any:
+    """Return for each row whether one of the inputs with these names has a special value in it, as an array of bool."""
+    found: Any = np.zeros(len(inputs[names[0]]), bool)
+    for name in names:
+        array = inputs[name]
+        if array.dtype.kind == "f" and array.size:
+            layout = _layout(array.dtype)
+            bits = np.ascontiguousarray(array).reshape(len(array), -1).view(layout.dtype)
+            for special in specials:
+                found |= _IS_SPECIAL[special](bits, layout).any(axis=1)
+    return found
+
+
+class _Layout(NamedTuple):
+    """The bits of a float.
+
+    Attributes:
+        dtype: an unsigned integer as large.
+        sign: the bit of the sign.
+        infinity: the bits of positive infinity; those of NaN are larger.
+        least: the bits of the least positive float that is not subnormal.
+    """
+
+    dtype: Any
+    sign: Any
+    infinity: Any
+    least: Any
+
+
+def _layout(dtype: Any) -> _Layout:
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign, least = 1 << (8 * dtype.itemsize - 1), 1 << _MANTISSA_BITS[dtype.itemsize]
+    return _Layout(unsigned, *map(unsigned.type, (sign, sign - least, least)))
+
+
+# By the size of a float in bytes.
+_MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
+
+# By their bits: a library may have set the processor to take subnormal floats for zeros.
+_IS_SPECIAL: Mapping[Special, Callable[[Any, _Layout], Any]] = {
+    Special.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
+    Special.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
+    Special.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.least - 1,
+    Special.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
+}
+
+
+def _bits(dtype: Any, specials: Sequence[Special]) -> Any:
+    """Return the bits of special values of a datatype, as unsigned integers."""
+    layout = _layout(dtype)
+    sign, infinity, least = map(int, layout[1:])
+    quiet = infinity | least >> 1
+    values = {
+        Special.NAN: [infinity | 1, quiet, quiet | 5, sign | infinity | 2, sign | quiet, sign | quiet | 3],
+        Special.INFINITY: [infinity, sign | infinity],
+        Special.SUBNORMAL: [1, sign | 1, least - 1],
+        Special.NEGATIVE_ZERO: [sign],
+    }
+    # Few of them are to be of each kind.
+    turns = itertools.zip_longest(*[values[special] for special in specials])
+    return np.array([each for turn in turns for each in turn if each is not None], layout.dtype)
 
 
 def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int, ...]]) -> int:

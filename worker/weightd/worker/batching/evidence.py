@@ -61,7 +61,8 @@ def find(
         note = known.note if order.exact else "it was not tested whether answers are the same: they need not be"
     # What fails in a way that spoils the model is not risked with the requests of clients.
     outputs = () if isinstance(found.refusal, Spoilt) else found.outputs
-    return Rows(inputs, outputs, not note, clip(note), compared=found.compared, values=found.kind.value)
+    special = tuple([each.value for each in found.special])
+    return Rows(inputs, outputs, not note, clip(note), "", found.compared, found.kind.value, special)
 
 
 def digest_of(

@@ -79,6 +79,16 @@ class Joint:
             inputs[spec.name] = from_frame(spec, bytearray().join(pieces))
         return inputs
 
+    def parts_of(self, rows: Any) -> List[int]:
+        """Return the positions of the requests that have one of these rows, which are an array of bool."""
+        found: List[int] = []
+        end = 0
+        for index, count in enumerate(self.counts):
+            begin, end = end, end + count
+            if rows[begin:end].any():
+                found.append(index)
+        return found
+
     def learn(self, arrays: Arrays) -> None:
         """Find out the shares of an answer.
 

@@ -105,11 +105,12 @@ class Lockstep(Predictor):
 
     def _run_together(self, parts: Sequence[Asked], rows: int) -> None:
         joint = self._joint(parts, rows)
+        inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
         if self._replies:
-            outputs, shares = self._run(joint, parts)
+            outputs, shares = self._run(joint, inputs, parts)
             self._share(parts, shares, outputs)
             return
-        self._engine.predict(joint.inputs([self._bytes_of(order, frames) for order, frames in parts]))
+        self._engine.predict(inputs)
         done: List[Told] = [(Done(order.request), ()) for order, _ in parts]
         self._answer(*done)
 
