@@ -82,6 +82,7 @@ QUICK_POISON_S = 4.0
 CURVE_ROUNDS, CURVE_REQUESTS = 11, 100
 
 POISONED = "poisoned"
+FLOORED = "floored"
 
 _ANY: Mapping[str, Mapping[str, object]] = {"default": {}}
 
@@ -113,6 +114,7 @@ class Fairness(Result):
             backlogged tenants differs from that of its weight.
         work_conserving: requests per second of both together, by those of one alone.
         curve_ratio: p50 of a small request over TCP with CURVE, by that without.
+        special_values: B's requests per second after A has sent ordinary values, by those after special ones.
         attack_p50_ratio: the largest ratio of B's p50 during an attack to its p50 before the attack.
         attack_p99_excess_ms: the largest difference between B's p99 during an attack and before the attack.
         attack_after_p50_ratio: the largest ratio of B's p50 one second after an attack to its p50 before the attack.
@@ -145,6 +147,7 @@ class Fairness(Result):
     share_errors: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     work_conserving: float | None = None
     curve_ratio: float | None = None
+    special_values: float | None = None
     attack_p50_ratio: float | None = None
     attack_p99_excess_ms: float | None = None
     attack_after_p50_ratio: float | None = None
@@ -176,6 +179,7 @@ class Fairness(Result):
             Target("connections", 0),
             Target("share_error_percent", 5.0),
             Target("curve_ratio", 2.0),
+            Target("special_values", 1.5),
             Target("attack_p50_ratio", 2.0),
             Target("attack_p99_excess_ms", 10.0),
             Target("attack_after_p50_ratio", 1.5),
@@ -640,6 +644,36 @@ def _slow_headers(plan: _Plan) -> Found:
     return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
 
 
+def _special_values(plan: _Plan) -> Found:
+    """A sends rows of signalling NaNs to a model whose answers to them depend on the batch."""
+    path = _written(FLOORED, functools.partial(models.floored, width=TINY_WIDTH))
+    inputs = material.inputs(TINY_WIDTH)
+    question = _Question(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
+    special = [{"x": np.full((1, TINY_WIDTH), 0x7F800001, np.uint32).view(np.float32)}]
+    with _stage(plan, {FLOORED: {"path": path, "batching": {"max_rows": MAX_ROWS}}}) as stage:
+
+        def rate() -> float:
+            stage.b.begin(loads.keep, FLOORED, inputs, BACKLOG, BACKLOG)
+            stage.b.heard()
+            time.sleep(2 * plan.round_s)
+            ended = stage.b.end()
+            return ended.outcomes[OK] / ended.busy_s
+
+        def beside(values: Sequence[Arrays]) -> float:
+            """Return B's rate after rows of both were in one job."""
+            stage.a.begin(loads.keep, FLOORED, values, BACKLOG)
+            stage.a.heard()
+            rate()
+            stage.a.end()
+            return rate()
+
+        before = beside(inputs)
+        attack = _attack(plan, stage, question, (loads.keep, FLOORED, special, BACKLOG))
+        after = beside(special)
+    progress(f"B has {before:.0f} requests/s after ordinary values of A, {after:.0f} after special ones")
+    return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.count}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -764,8 +798,13 @@ def _path(name: str, plan: _Plan) -> dict[str, object]:
 
 def _poisoned() -> Path:
     """A model that dies of some inputs, whatever the engine of the others."""
-    path = material.model(TINY, material.ENGINES[0]).with_name(f"{POISONED}.onnx")
-    return path if path.exists() else models.negated(path)
+    return _written(POISONED, models.negated)
+
+
+def _written(name: str, write: Callable[[Path], Path]) -> Path:
+    """Return the path of a model of ONNX Runtime, written if it does not exist."""
+    path = material.model(TINY, material.ENGINES[0]).with_name(f"{name}.onnx")
+    return path if path.exists() else write(path)
 
 
 def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[Any], name: str) -> tuple[float, Found]:
@@ -930,6 +969,7 @@ PARTS: Mapping[str, Part] = {
     "framed": _framed,
     "memory-limit": _memory_limit,
     "slow-headers": _slow_headers,
+    "special-values": _special_values,
     "shares": _shares,
     "curve": _curve,
 }

@@ -967,6 +967,16 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
     assert not [each for each in socket.sent if isinstance(each, Unequal)]
 
 
+def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor, "_MANY_SPECIAL", 2)
+    rows = Rows(("x",), ("y",), equal=True, compared=8, special=("nan",))
+    job = [encode(Together(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
+    _, socket = play(fake(), encode(Attach("7", CASES, 8, found=rows)), *job, *job, STOP)
+    told = only(Unequal, socket)
+    assert (told.parties, told.note) == ((7,), "many have values that are run alone (nan)")
+    assert [each.request for each in socket.sent if isinstance(each, Result)] == [2, 1] * 2
+
+
 def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor, "_MAX_APART", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import operator
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -32,6 +33,10 @@ _MAX_JOINT_PARTS = 64
 
 # Parties whose requests are run one by one. Where there are more, those of all are.
 _MAX_APART = limits.MAX_TENANTS
+
+# Requests with special values of a party, after which its requests are not sent together with others any more: each
+# costs those that come with it the time of another predict.
+_MANY_SPECIAL = 64
 
 Told = Tuple[object, Sequence[Any]]
 """A message, and its tensors."""
@@ -67,6 +72,8 @@ class Predictor:
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
         self._joins = True
         self._special: Sequence[Special] = ()
+        # How many requests with special values have come of each party.
+        self._counts: collections.Counter[int] = collections.Counter()
         # Why requests of these parties are not run together with others.
         self._apart: Dict[int, str] = {}
         self._trials: Optional[Trials] = None
@@ -185,8 +192,20 @@ class Predictor:
             self._answer((Unequal(self._apart[party], (party,)), ()))
         if self._special:
             names = [each.name for each in joint.specs]
-            found.update(joint.parts_of(special_rows(inputs, names, self._special)))
+            special = joint.parts_of(special_rows(inputs, names, self._special))
+            found.update(special)
+            if special and parties:
+                self._count_special([parties[index] for index in special])
         return sorted(found)
+
+    def _count_special(self, parties: Sequence[int]) -> None:
+        if len(self._counts) >= _MAX_APART:
+            self._counts.clear()
+        self._counts.update(parties)
+        many = [each for each in dict.fromkeys(parties) if self._counts[each] >= _MANY_SPECIAL]
+        if many and len(self._apart) < _MAX_APART:
+            kinds = ", ".join(each.value for each in self._special)
+            self._learn_difference(RowsDiffer(f"many have values that are run alone ({kinds})", many))
 
     def _without(self, alone: Sequence[int], parts: Sequence[Asked], parties: Tuple[int, ...]) -> int:
         """Run some of the requests one by one, and the others together."""
