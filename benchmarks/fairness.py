@@ -657,7 +657,7 @@ def _special_values(plan: _Plan) -> Found:
             stage.b.heard()
             time.sleep(2 * plan.round_s)
             ended = stage.b.end()
-            return ended.outcomes[OK] / ended.busy_s
+            return float(ended.outcomes[OK] / ended.busy_s)
 
         def beside(values: Sequence[Arrays]) -> float:
             """Return B's rate after rows of both were in one job."""

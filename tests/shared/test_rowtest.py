@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+from typing import Any, Dict, Tuple
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_every_other_row_has_special_values_and_all_kinds_are_there(datatype: st
 
 
 def test_rows_differ_where_any_bit_of_any_output_does() -> None:
-    alone = {"y": np.zeros((4, 2), np.float32), "z": np.zeros((4, 0)), "i": np.zeros(4, np.int8)}
+    alone: Dict[str, Any] = {"y": np.zeros((4, 2), np.float32), "z": np.zeros((4, 0)), "i": np.zeros(4, np.int8)}
     together = {name: array.copy() for name, array in alone.items()}
     together["y"][1, 1] = -0.0
     together["i"][3] = 1
