@@ -541,7 +541,7 @@ def _log_flood(plan: _Plan) -> Found:
         "attacks": attacks,
         "log_lines": lines,
         "events_lost": sum(each not in after for each in before),
-        "n": sum(each.count for each in attacks.values()),
+        "n": sum(each.asked for each in attacks.values()),
     }
 
 
@@ -566,7 +566,7 @@ def _long_predicts(plan: _Plan) -> Found:
         attacks["long predicts, Unix"] = _attack(plan, stage, question, load)
         stage.a.connect(f"ipc://{stage.service.address}", timeout=60.0)
         attacks["long predicts, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
 def _sparse(plan: _Plan) -> Found:
@@ -583,7 +583,7 @@ def _sparse(plan: _Plan) -> Found:
     return {
         "attacks": attacks,
         "sparse_bytes": sum(each.told["bytes"] for each in attacks.values()),
-        "n": sum(each.count for each in attacks.values()),
+        "n": sum(each.asked for each in attacks.values()),
     }
 
 
@@ -595,7 +595,7 @@ def _framed(plan: _Plan) -> Found:
         path = f"{stage.service.address}.unix"
         load = (loads.frame_innocent, path, POISONED, [each["a"] for each in inputs])
         attack = _attack(plan, stage, question, load)
-    return {"attacks": {"quarantine of innocent content": attack}, "n": attack.count}
+    return {"attacks": {"quarantine of innocent content": attack}, "n": attack.asked}
 
 
 def _memory_limit(plan: _Plan) -> Found:
@@ -628,7 +628,9 @@ def _memory_limit(plan: _Plan) -> Found:
             progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
         if stage.service.status().pid != daemon:
             raise UnavailableError("fairness: the daemon did not survive")
-    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.asked for each in attacks.values())}
+
+
 def _slow_headers(plan: _Plan) -> Found:
     """A, or a user of no tenant, sends headers that are costly to unpack, on the Unix socket and over ZeroMQ."""
     question = _question(TINY, plan, TINY_WIDTH)
@@ -641,7 +643,7 @@ def _slow_headers(plan: _Plan) -> Found:
             attacks[f"slow headers, {name}"] = _attack(plan, stage, question, load)
             outside = dataclasses.replace(stage, a=stranger)
             attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, question, load)
-    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
 def _special_values(plan: _Plan) -> Found:
@@ -671,7 +673,7 @@ def _special_values(plan: _Plan) -> Found:
         attack = _attack(plan, stage, question, (loads.keep, FLOORED, special, BACKLOG))
         after = beside(special)
     progress(f"B has {before:.0f} requests/s after ordinary values of A, {after:.0f} after special ones")
-    return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.count}
+    return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.asked}
 
 
 def _shares(plan: _Plan) -> Found:

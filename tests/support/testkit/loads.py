@@ -27,9 +27,6 @@ from weightd.client import Client, Pending, RequestError
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import MAX_FRAMES, Incoming, head
-from weightd.client import Pending, RequestError
-from weightd.protocol.codec import encode
-from weightd.protocol.framing import Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
@@ -685,6 +682,8 @@ class SharedMemoryPeer:
                 raise ConnectionError("the daemon has closed the connection")
             for received in self._incoming.receive(data):
                 return decode(received.frames, TO_CLIENT)
+
+
 def slow_headers(hands: Hands, address: str, model: str) -> Dict[str, int]:
     """Send `infer` messages with headers of 64 KiB that are costly to unpack, until told to stop; return how many.
 
