@@ -17,7 +17,7 @@ from testkit.loads import OK
 from testkit.service import Service
 from testkit.users import ALICE, BOB, CAROL, User
 from testkit.waiting import until
-from weightd.client import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
+from weightd.client import FailedPrecondition, NotFound, PermissionDenied, ResourceExhausted, Unauthenticated
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.accounts import AccountStatus
 
@@ -142,6 +142,36 @@ def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -
     with pytest.raises(PermissionDenied, match="tenant ann may not ask models"):
         ann.ask("infer", "slow", SOME)
     assert len(ann.ask("status").tenants) > 1
+
+
+def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_directories(
+    service: Service, ben: User, tmp_path: Path
+) -> None:
+    for directory in (tmp_path, *tmp_path.parents[:3]):
+        directory.chmod(directory.stat().st_mode | 0o011)
+    private, given = tmp_path / "private", tmp_path / "given"
+    for each in (private, given):
+        each.mkdir()
+        models.negated(each / "m.onnx").chmod(0o600)
+    for path in (private / "m.onnx", given / "m.onnx"):
+        with pytest.raises(FailedPrecondition, match=rf"m\.onnx: uid {BOB}, who names it .* may not read m\.onnx"):
+            ben.ask("update", "fatal", str(path))
+    # Whether there are files in a directory of others is not told.
+    private.chmod(0o700)
+    texts: list[str] = []
+    for name in ("m.onnx", "none.onnx"):
+        with pytest.raises(FailedPrecondition) as caught:
+            ben.ask("update", "fatal", str(private / name))
+        texts.append(str(caught.value).replace(name, ""))
+    assert texts[0] == texts[1]
+    service.reload(tenants={**TENANTS, "ben": {**BEN, "model_dirs": [str(given)]}})
+    assert ben.ask("update", "fatal", str(given / "m.onnx")).path == str(given / "m.onnx")
+    with pytest.raises(FailedPrecondition, match="may not enter private"):
+        ben.ask("update", "fatal", str(private / "m.onnx"))
+    readable = models.negated(tmp_path / "readable.onnx")
+    readable.chmod(0o644)
+    assert ben.ask("update", "fatal", str(readable)).path == str(readable)
+    assert ben.ask("update", "fatal", rollback=True).path == str(given / "m.onnx")
 
 
 def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import stat
+import struct
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
 
 from weightd.shared.modelfile import Model, ModelFileError, digest, open_file
-from weightd.shared.reach import NotTheirs, Reach
+from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach, _may
 
 from .test_modelfile import mindir, model
 
@@ -57,6 +59,11 @@ def read(path: Path, *, trusting: bool = False) -> bytes:
         return file.read()
 
 
+def read_by(grant: Grant, path: Path) -> bytes:
+    with Reach(grant=grant) as walk, walk.open(*walk.start(str(path)))[0] as file:
+        return file.read()
+
+
 def linked(directory: Path, target: str = "secret") -> Path:
     """A link to a file beside it."""
     (directory / target).write_bytes(b"secret")
@@ -92,7 +99,7 @@ def test_a_link_leads_where_its_owner_may_read(
             read(link)
         owner, mode, gid = secret
         whose = f"uid {owner}, gid {gid}, mode {mode:04o}"
-        text = f"uid {author}, who names it by a link or in a model, may not read secret ({whose})"
+        text = f"uid {author}, who names it by a path, by a link or in a model, may not read secret ({whose})"
         assert str(caught.value) == text
     assert read(link, trusting=True) == b"secret"
 
@@ -158,6 +165,141 @@ def test_no_descriptor_is_left(tmp_path: Path, own: Own) -> None:
     with pytest.raises(ModelFileError):
         digest(path)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# --- who has named the path ------------------------------------------------------------------------------------------
+
+
+def acl(*entries: Tuple[int, int, int]) -> bytes:
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *each) for each in entries)
+
+
+USER_OBJ, USER, GROUP_OBJ, GROUP, MASK, OTHER = 1, 2, 4, 8, 16, 32
+NO_ID = 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("secret", "gids", "allowed"),
+    [
+        ((ALICE, 0o600, 0), (), True),
+        ((BOB, 0o600, 0), (), False),
+        ((BOB, 0o640, STAFF), (), False),
+        ((BOB, 0o640, STAFF), (1, STAFF), True),
+        ((BOB, 0o604, STAFF), (STAFF,), False),
+        ((BOB, 0o604, STAFF), (), True),
+    ],
+)
+def test_a_path_leads_where_the_user_that_names_it_may_read(
+    tmp_path: Path, own: Own, secret: Tuple[int, int, int], gids: Tuple[int, ...], allowed: bool
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"secret")
+    own(path, *secret)
+    if allowed:
+        assert read_by(Grant(ALICE, gids), path) == b"secret"
+    else:
+        with pytest.raises(NotTheirs, match=f"uid {ALICE}, .* may not read secret .* model_dirs of its tenant"):
+            read_by(Grant(ALICE, gids), path)
+    assert read_by(OPERATOR, path) == b"secret"
+
+
+def test_who_may_not_search_a_directory_does_not_learn_what_is_in_it(tmp_path: Path, own: Own) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "there").write_bytes(b"secret")
+    own(closed, BOB, 0o710)
+    texts = []
+    for name in ("there", "missing"):
+        with pytest.raises(NotTheirs) as caught:
+            read_by(Grant(ALICE), closed / name)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("entries", "gids", "allowed"),
+    [
+        # What shows as bits of the group is the mask: without a look at the list a member of the group could read.
+        ([(GROUP_OBJ, 0, NO_ID), (USER, 4, BOB), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (STAFF,), False),
+        ([(GROUP_OBJ, 4, NO_ID), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (STAFF,), True),
+        ([(USER, 0, ALICE), (GROUP_OBJ, 4, NO_ID), (MASK, 4, NO_ID), (OTHER, 4, NO_ID)], (STAFF,), False),
+        ([(USER, 4, ALICE), (GROUP_OBJ, 0, NO_ID), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (), True),
+        ([(USER, 4, ALICE), (GROUP_OBJ, 0, NO_ID), (MASK, 0, NO_ID), (OTHER, 4, NO_ID)], (), False),
+        ([(GROUP_OBJ, 0, NO_ID), (GROUP, 4, 7), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (7,), True),
+        ([(GROUP_OBJ, 0, NO_ID), (GROUP, 0, 7), (MASK, 4, NO_ID), (OTHER, 4, NO_ID)], (7,), False),
+        ([(GROUP_OBJ, 4, NO_ID), (OTHER, 0, NO_ID)], (), False),
+    ],
+)
+def test_an_access_control_list_counts_as_in_the_kernel(
+    tmp_path: Path,
+    own: Own,
+    monkeypatch: pytest.MonkeyPatch,
+    entries: List[Tuple[int, int, int]],
+    gids: Tuple[int, ...],
+    allowed: bool,
+) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"secret")
+    own(path, 1, 0o644, STAFF)
+    inode = path.stat().st_ino
+
+    def getxattr(file: str, name: str) -> bytes:
+        if Path(file).stat().st_ino != inode:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        assert name == "system.posix_acl_access"
+        return acl((USER_OBJ, 6, NO_ID), *entries)
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    if allowed:
+        assert read_by(Grant(ALICE, gids), path) == b"secret"
+    else:
+        with pytest.raises(NotTheirs):
+            read_by(Grant(ALICE, gids), path)
+
+
+def test_a_real_access_control_list_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(b"secret")
+    path.chmod(0o600)
+    entries = (USER_OBJ, 6, NO_ID), (USER, 4, ALICE), (GROUP_OBJ, 0, NO_ID), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)
+    try:
+        os.setxattr(str(path), "system.posix_acl_access", acl(*entries))
+    except OSError as error:
+        pytest.skip(f"{tmp_path}: no access control lists: {error.strerror}")
+    descriptor = os.open(str(path), os.O_RDONLY)
+    try:
+        assert may_by_list(ALICE, descriptor)
+        assert not may_by_list(BOB, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def may_by_list(uid: int, descriptor: int) -> bool:
+    """Return what decides about a user that is neither root nor this one."""
+    return _may(uid, frozenset(), descriptor, os.fstat(descriptor), 4)
+
+
+def test_below_the_directories_of_a_grant_every_file_is_read_and_no_other(tmp_path: Path, own: Own) -> None:
+    given = tmp_path / "given"
+    (given / "deep").mkdir(parents=True)
+    (given / "deep" / "m").write_bytes(b"given")
+    own(given, BOB, 0o700)
+    own(given / "deep" / "m", BOB, 0o600)
+    (tmp_path / "secret").write_bytes(b"secret")
+    own(tmp_path / "secret", BOB, 0o600)
+    grant = Grant(ALICE, (), (str(given),))
+    assert read_by(grant, given / "deep" / "m") == b"given"
+    (given / "inside").symlink_to("deep/m")
+    assert read_by(grant, given / "inside") == b"given"
+    # By its text it lies in the directory; whoever owns a link, here the operator, it leads nowhere else.
+    for target in ("../secret", str(tmp_path / "secret")):
+        (given / "link").symlink_to(target)
+        with pytest.raises(NotTheirs, match=f"a link leads out of {given}; .*model_dirs"):
+            read_by(grant, given / "link")
+        (given / "link").unlink()
+    for path in (given / ".." / "secret", tmp_path / "secret", given.with_name("given2") / ".." / "secret"):
+        with pytest.raises((NotTheirs, FileNotFoundError)):
+            read_by(grant, path)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -228,6 +370,27 @@ def test_layouts_that_are_in_use_are_read(tmp_path: Path, own: Own, kind: Kind) 
     assert digest(path) == before
 
 
+@KINDS
+def test_each_file_of_a_model_is_one_that_the_user_may_read_who_names_the_model(
+    tmp_path: Path, own: Own, kind: Kind
+) -> None:
+    path, external = kind(tmp_path)
+    external.write_bytes(b"x")
+    own(external, BOB, 0o640, STAFF)
+    # The model file itself is the operator's, and for everybody.
+    with pytest.raises(ModelFileError, match=f"^{external}: uid {ALICE}, .* may not read {external.name} "):
+        Model(path, grant=Grant(ALICE))
+    for grant in (OPERATOR, Grant(ALICE, (STAFF,)), Grant(ALICE, (), (str(tmp_path),))):
+        with Model(path, grant=grant) as read:
+            read.check_unchanged()
+            assert len(read.files) == 2
+            with read.open(read.files[1]) as file:
+                assert file.read() == b"x"
+    own(path, BOB, 0o600)
+    with pytest.raises(ModelFileError, match=f"^{path}: uid {ALICE}, .* may not read {path.name} "):
+        Model(path, grant=Grant(ALICE))
+
+
 def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> None:
     link = own(linked(tmp_path), ALICE)
     with open_file(link) as file:
@@ -235,3 +398,10 @@ def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> N
     own(tmp_path / "secret", BOB, 0o600)
     with pytest.raises(ModelFileError, match=f"^{link}: uid {ALICE}, who names it "):
         open_file(link)
+    link.unlink()
+    link.write_bytes(b"weights")
+    own(link, BOB, 0o600)
+    with pytest.raises(ModelFileError, match=f"^{link}: uid {ALICE}, "):
+        open_file(link, Grant(ALICE))
+    with open_file(link) as file:
+        assert file.read() == b"weights"

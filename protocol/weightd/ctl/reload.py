@@ -18,7 +18,8 @@ file that is wrong changes nothing, and the error says why.
 This returns once the file is in force. weightctl status shows how the loading goes: a change that
 fails leaves the model as it was, with the cause beside it.
 
-Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
+Only the daemon's own user, root, and tenants that may "operate" every model may do this, over
+the daemon's unix socket: not over ipc:// or tcp://.
 
 Exit status: 0 the file is in force, 1 nothing has changed."""
 

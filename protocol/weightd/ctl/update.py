@@ -37,7 +37,9 @@ goes on after them; weightctl status shows how it stands.
 The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
 the file that it names. To keep the new one for good, write its path there.
 
-Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
+Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
+unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read every file of the
+new model, unless the file lies below one of the model_dirs of the tenant.
 
 Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
 
@@ -50,7 +52,9 @@ weightctl update does.
 
 A start that has to load the model anew loads it without them.
 
-Only the daemon's own user and root may do this, over its unix socket: not over ipc:// or tcp://.
+Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
+unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read the file, unless
+it lies below one of the model_dirs of the tenant.
 
 Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
 

@@ -27,7 +27,7 @@ from typing import BinaryIO, Dict, Generator, Iterator, List, NamedTuple, Sequen
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.shared.protobuf import Malformed, Span, fields
-from weightd.shared.reach import NotTheirs, Reach
+from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach
 from weightd.shared.transient import is_transient
 
 _BLOCK = 1024 * 1024
@@ -80,6 +80,7 @@ class Model:
     Args:
         path: of the model file.
         own: it is a copy that the daemon has made: nobody else has named what is there.
+        grant: the right by which the path was named.
 
     Attributes:
         files: the model file itself first, the others by name.
@@ -89,9 +90,10 @@ class Model:
             somebody who may not read it; or an ONNX file is none.
     """
 
-    def __init__(self, path: Path, *, own: bool = False) -> None:
+    def __init__(self, path: Path, *, own: bool = False, grant: Grant = OPERATOR) -> None:
         self._path = path
         self._own = own
+        self._grant = grant
         self.files: List[ModelFile] = []
         with contextlib.ExitStack() as stack:
             self._find(stack)
@@ -135,7 +137,7 @@ class Model:
             ModelFileError: it is not.
         """
         try:
-            with Model(self._path, own=self._own) as now:
+            with Model(self._path, own=self._own, grant=self._grant) as now:
                 same = now.files == self.files
         except ModelFileError:
             same = False
@@ -148,9 +150,10 @@ class Model:
 
     def _find(self, stack: contextlib.ExitStack) -> None:
         path = self._path
-        reach = stack.enter_context(Reach(trusting=self._own))
+        reach = stack.enter_context(Reach(trusting=self._own, grant=self._grant))
         with _told(path):
-            parent = reach.directory(reach.root(), str(path.parent.absolute()))
+            start, rest = reach.start(str(path.absolute()))
+            parent = reach.directory(start, str(PurePosixPath(rest).parent))
             self._file, real = reach.open(parent, path.name)
             stack.enter_context(self._file)
             self._inside = (parent, real)
@@ -175,7 +178,7 @@ class Model:
             raise ModelFileError(text, transient=all(each.transient for each in problems))
 
     def _open_external(self, name: str) -> BinaryIO:
-        with _told(self._path.parent / name), Reach(trusting=self._own) as reach:
+        with _told(self._path.parent / name), Reach(trusting=self._own, grant=self._grant) as reach:
             file, real = reach.open(self._place, name)
             if real.below(self._inside):
                 return file
@@ -209,14 +212,18 @@ def model_files(path: Path, *, own: bool = False) -> List[ModelFile]:
         return model.files
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
     """Open a single file that belongs to a model, such as weights to be loaded over its own.
+
+    Args:
+        path: of the file.
+        grant: the right by which the path was named.
 
     Raises:
         ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
     """
-    with _told(path), Reach() as reach:
-        return reach.open(reach.root(), str(path.absolute()))[0]
+    with _told(path), Reach(grant=grant) as reach:
+        return reach.open(*reach.start(str(path.absolute())))[0]
 
 
 def digest(path: Path, *, own: bool = False) -> str:

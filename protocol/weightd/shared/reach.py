@@ -8,7 +8,10 @@ may name whatever the daemon may open.
 There is no time between check and use: the way is walked by descriptors, one name after another, and what is checked is
 the descriptor that is read. A link is never followed by the kernel.
 
-What authors may is told by owner, group and mode, as the kernel does without access control lists.
+What authors may do follows from owner, group, mode and the POSIX access control list, as in the kernel.
+
+A `Grant` says who has named the path itself. A client that asks the daemon to read a file is an author of the path from
+its first name on: the client learns nothing about a directory that its user may not search.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import errno
 import os
 import pwd
 import stat
-from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Sequence, Tuple
+import struct
+from pathlib import PurePosixPath
+from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 # As the kernel; and no path is deeper.
 _MAX_LINKS = 40
@@ -26,9 +31,41 @@ _MAX_DEPTH = 256
 
 _READ, _SEARCH = 4, 1
 
+# Of <linux/posix_acl_xattr.h>: a version, then entries of tag, permissions and id.
+_ACL = "system.posix_acl_access"
+_ACL_HEADER, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
+_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+
 
 class NotTheirs(Exception):
     """An author may not read what the path leads to; the text says who and what."""
+
+
+class Grant(NamedTuple):
+    """The right by which a path was named.
+
+    Attributes:
+        uid: the user that named the path; the user has to be able to read the file. None: the operator named the path,
+            who may name every file that the daemon can read.
+        gids: the groups of that user, as the kernel reported them.
+        directories: absolute paths of directories in which that user may name every file.
+    """
+
+    uid: Optional[int] = None
+    gids: Tuple[int, ...] = ()
+    directories: Tuple[str, ...] = ()
+
+    def directory(self, path: str) -> str:
+        """Return which of the directories contains the path by its text; "" for none."""
+        parts = PurePosixPath(path).parts
+        if ".." in parts:
+            return ""
+        tops = ((each, PurePosixPath(each).parts) for each in self.directories)
+        return next((each for each, top in tops if len(parts) > len(top) and parts[: len(top)] == top), "")
+
+
+OPERATOR = Grant()
+"""The grant of the operator: root, the user of the daemon, and the configuration file."""
 
 
 class Place(NamedTuple):
@@ -66,10 +103,14 @@ class Reach:
 
     Args:
         trusting: the files are the daemon's own, nobody else has named them: authors are not asked for.
+        grant: the right by which the first path is named.
     """
 
-    def __init__(self, *, trusting: bool = False) -> None:
+    def __init__(self, *, trusting: bool = False, grant: Grant = OPERATOR) -> None:
         self._trusting = trusting
+        self._grant = grant
+        # The directory of the grant that confines what is opened, and its path.
+        self._confines: Optional[Tuple[Place, str]] = None
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Reach:
@@ -81,6 +122,23 @@ class Reach:
     def root(self) -> Place:
         """Return /."""
         return Place((self._keep(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
+
+    def start(self, path: str) -> Tuple[Place, str]:
+        """Return the directory from which the absolute path has to be walked, and the rest of the path.
+
+        In a directory of the grant the user of the grant need not be able to read the file, but each file that is
+        opened from now on has to lie in that directory.
+
+        Raises:
+            OSError, ValueError: as `open`.
+        """
+        top = self._grant.directory(path)
+        if top:
+            place = self.directory(self.root(), top)
+            self._confines = place, top
+            return place, str(PurePosixPath(path).relative_to(top))
+        uid = self._grant.uid
+        return (self.root() if uid is None else self.root().named_by(uid)), path
 
     def directory(self, start: Place, path: str) -> Place:
         """Return the directory at `path`, seen from `start`.
@@ -104,6 +162,8 @@ class Reach:
         place, name, found = self._walk(start, path)
         if not name:
             raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
+        if self._confines is not None and not place.below([self._confines[0]]):
+            raise NotTheirs(f"a link leads out of {self._confines[1]}; expected a file in this directory (model_dirs)")
         # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
         status = os.fstat(found)
         if not stat.S_ISREG(status.st_mode):
@@ -114,7 +174,7 @@ class Reach:
             now = os.fstat(file.fileno())
             if not os.path.samestat(now, status):
                 raise OSError(errno.ESTALE, "it was replaced while it was opened")
-            self._check(place.authors, now, _READ, name)
+            self._check(place.authors, file.fileno(), now, _READ, name)
         except BaseException:
             file.close()
             raise
@@ -143,7 +203,7 @@ class Reach:
                     del way[1:]
                 names += _names(target)
             elif stat.S_ISDIR(status.st_mode):
-                self._check(authors, status, _SEARCH, name)
+                self._check(authors, found, status, _SEARCH, name)
                 if len(way) >= _MAX_DEPTH:
                     raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
                 way.append(found)
@@ -157,12 +217,15 @@ class Reach:
         self._open.callback(os.close, descriptor)
         return descriptor
 
-    def _check(self, authors: FrozenSet[int], status: os.stat_result, right: int, name: str) -> None:
+    def _check(self, authors: FrozenSet[int], descriptor: int, status: os.stat_result, right: int, name: str) -> None:
         for uid in () if self._trusting else sorted(authors):
-            if not _may(uid, status, right):
+            groups = frozenset(self._grant.gids) if uid == self._grant.uid else None
+            if not _may(uid, groups, descriptor, status, right):
                 what = "read" if right == _READ else "enter"
                 whose = f"uid {status.st_uid}, gid {status.st_gid}, mode {stat.S_IMODE(status.st_mode):04o}"
-                raise NotTheirs(f"uid {uid}, who names it by a link or in a model, may not {what} {name} ({whose})")
+                text = f"uid {uid}, who names it by a path, by a link or in a model, may not {what} {name} ({whose})"
+                more = "; expected a file that this user may read, or one below model_dirs of its tenant"
+                raise NotTheirs(text + more * (uid == self._grant.uid))
 
 
 def _step(directory: int, name: str) -> int:
@@ -184,12 +247,47 @@ def _identity(descriptor: int) -> Tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _may(uid: int, status: os.stat_result, right: int) -> bool:
+def _may(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, status: os.stat_result, right: int) -> bool:
+    """Return whether a user has a right; `groups`: None for those that the host knows."""
     if uid in (0, os.geteuid()):
         return True
     if uid == status.st_uid:
         return bool(status.st_mode & right << 6)
-    return bool(status.st_mode & right << (3 if status.st_gid in _groups(uid) else 0))
+    if groups is None:
+        groups = _groups(uid)
+    entries = _acl(descriptor)
+    if entries:
+        return _may_by_acl(entries, uid, groups, status.st_gid, right)
+    return bool(status.st_mode & right << (3 if status.st_gid in groups else 0))
+
+
+def _may_by_acl(
+    entries: Sequence[Tuple[int, int, int]], uid: int, groups: FrozenSet[int], owning: int, right: int
+) -> bool:
+    """Return whether a user that is not the owner has a right, as acl(5) says."""
+    mask = next((bits for tag, bits, _ in entries if tag == _MASK), 7)
+    for tag, bits, number in entries:
+        if tag == _USER and number == uid:
+            return bool(bits & mask & right)
+    matching = [
+        bits
+        for tag, bits, number in entries
+        if (tag == _GROUP_OBJ and owning in groups) or (tag == _GROUP and number in groups)
+    ]
+    if matching:
+        return any(bits & mask & right for bits in matching)
+    return any(bits & right for tag, bits, _ in entries if tag == _OTHER)
+
+
+def _acl(descriptor: int) -> List[Tuple[int, int, int]]:
+    """Return the entries of the access control list; none where the file has no list."""
+    try:
+        content = os.getxattr(f"/proc/self/fd/{descriptor}", _ACL)
+    except OSError:
+        return []
+    body = content[_ACL_HEADER.size :]
+    whole = len(body) // _ACL_ENTRY.size * _ACL_ENTRY.size
+    return [(tag, bits, number) for tag, bits, number in _ACL_ENTRY.iter_unpack(body[:whole])]
 
 
 def _groups(uid: int) -> FrozenSet[int]:

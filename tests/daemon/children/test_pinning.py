@@ -26,6 +26,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
 from weightd.shared.modelfile import identity, model_files
+from weightd.shared.reach import OPERATOR, Grant
 
 SHA = "5" * 64
 
@@ -92,15 +93,39 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
 
 def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps({"taken": [[SHA, 7, "known", "from"]]})
-    command = mock.Mock(return_value=["echo", answer])
-    monkeypatch.setattr(snapshotter, "command", command)
+    monkeypatch.setattr(snapshotter, "command", mock.Mock(return_value=["echo", answer]))
+    orders: list[snapshotter.Order] = []
+    monkeypatch.setattr(snapshotter.Order, "json", lambda order: orders.append(order) or b"")
     for number, gone in ((3, 0), (4, 3), (5, 5), (6, 0)):
         scene.source = replace(scene.source, number=number)
         scene.pin()
         scene.wait()
         scene.pinning.unpin("m", replace(scene.source, number=gone))
     taken = [Taken(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
-    assert [call.args[0][0].known for call in command.call_args_list] == [None, *taken[:2], None]
+    assert [each.wanted[0].known for each in orders] == [None, *taken[:2], None]
+
+
+def test_each_file_is_read_by_the_right_by_which_it_was_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[snapshotter.Order] = []
+    monkeypatch.setattr(snapshotter.Order, "json", lambda order: orders.append(order) or b"")
+    alice, bob = Grant(1, (2,)), Grant(3, (), ("/models",))
+    scene.source = replace(scene.source, weights="/w.npz", grant=alice, weights_grant=bob)
+    scene.pin(replace(scene.config, canary="/s.npz"))
+    [order] = orders
+    assert [each.grant for each in order.wanted] == [alice]
+    assert {each.path: each.grant for each in order.files} == {"/w.npz": bob, "/s.npz": OPERATOR}
+
+
+def test_a_user_names_what_the_user_may_read(scene: Scene) -> None:
+    if os.geteuid():
+        pytest.skip("for this user every file is its own")
+    Path(scene.config.path).chmod(0o600)
+    scene.source = replace(scene.source, grant=Grant(61001))
+    scene.pin()
+    scene.wait()
+    [(_, cause)] = scene.told
+    assert "uid 61001, who names it" in cause
+    assert list(scene.directory.iterdir()) == []
 
 
 def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_path: Path) -> None:
@@ -187,10 +212,10 @@ def test_what_cannot_be_begun_is_told_later(scene: Scene) -> None:
 def test_the_limit_is_named_that_keeps_a_snapshot_from_being_taken(
     scene: Scene, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ask(*arguments: Any) -> None:
+    def ask(*arguments: Any, **named: Any) -> None:
         if not is_started:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        arguments[-1]({"error": "cannot copy /m to /c: Too many open files"}, End(1))
+        arguments[4]({"error": "cannot copy /m to /c: Too many open files"}, End(1))
 
     monkeypatch.setattr("weightd.daemon.children.pinning.helpers.ask", ask)
     scene.pin()

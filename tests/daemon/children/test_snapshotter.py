@@ -21,7 +21,7 @@ import pytest
 from testkit import models
 from weightd.daemon.children import meter, snapshotter
 from weightd.daemon.children.meter import Meter
-from weightd.daemon.children.snapshotter import Wanted
+from weightd.daemon.children.snapshotter import Order, Single, Wanted
 from weightd.shared.modelfile import ModelFileError, digest, identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
@@ -291,7 +291,7 @@ def test_a_copy_that_names_other_files_is_refused(
 def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
-    wanted, files = [Wanted(str(model), str(directory))], [str(weights), str(copy)]
+    wanted, files = [Wanted(str(model), str(directory))], [Single(str(weights), str(copy))]
     [(sha256, nbytes, *_)] = snapshotter.answer(wanted, files)["taken"]
     assert (sha256, nbytes) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
@@ -369,10 +369,12 @@ atexit.register(lambda: print(before, int(score.read_text())))
 @pytest.mark.parametrize("limit", ["unlimited", "64"])
 def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path, limit: str) -> None:
     """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
-    argv = snapshotter.command([Wanted(str(model), str(directory))], tmp_path / "copied")
+    argv = snapshotter.command()
+    order = Order([Wanted(str(model), str(directory))], str(tmp_path / "copied")).json().decode()
     argv[argv.index("-c") + 1] = SCORE + argv[argv.index("-c") + 1]
     done = subprocess.run(
         ["sh", "-c", f'ulimit -f {limit}; exec "$0" "$@"', *argv],
+        input=order,
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,6 +13,7 @@ from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
 from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol.errors import PermissionDenied, RequestError
+from weightd.shared.reach import OPERATOR, Grant
 
 KEY = "k" * 40
 
@@ -105,6 +106,27 @@ def test_who_operates() -> None:
     alone.check_operator(comes(alone, root), "update")
     with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update"):
         alone.check_operator(comes(alone, Proof(1001)), "update")
+
+
+def test_who_reloads_operates_every_model() -> None:
+    some = TenantConfig(user_ids=(1001,), may=RIGHTS, models=("a*", "b"))
+    there = access({"ann": some, "staff": TenantConfig(user_ids=(1003,), may=RIGHTS)})
+    for proof in (Proof(1003), Proof(0, operates=True), Proof(1001, operates=True)):
+        there.check_reload(comes(there, proof))
+    with pytest.raises(
+        PermissionDenied, match=r'tenant ann may not reload .* expected "\*" in its `models`, got a\*, b$'
+    ):
+        there.check_reload(comes(there, Proof(1001)))
+    with pytest.raises(PermissionDenied, match="on the daemon's unix socket"):
+        there.check_reload(comes(there, Proof(1003), "lan", near=False))
+
+
+def test_files_are_named_by_the_right_of_the_user_or_by_that_of_the_operator() -> None:
+    there = access({"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))})
+    assert there.grant(comes(there, Proof(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
+    assert there.grant(comes(there, Proof(1001, (5, 6), operates=True))) == OPERATOR
+    # Of whom nothing is known, nobody has a right.
+    assert there.grant(comes(there, Proof())) == Grant(65534)
 
 
 def test_one_connection_too_many_counts_until_it_leaves() -> None:

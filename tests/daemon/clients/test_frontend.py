@@ -40,6 +40,7 @@ from weightd.protocol.messages.data import (
 from weightd.protocol.messages.journal import Events, Logs
 from weightd.protocol.messages.regions import Unregister
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage
+from weightd.shared.reach import OPERATOR, Grant
 from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
@@ -64,7 +65,8 @@ class FakeModel:
             raise InvalidArgument("it is wrong")
         self.waiting.append(request)
 
-    def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+    def update(self, *_: object, grant: Grant, **more: object) -> None:
+        self.grant = grant
         raise Unavailable("it loads")
 
     def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
@@ -127,10 +129,13 @@ class World:
         )
         self.model.frontend = self.frontend
 
-    def client(self, *, may_operate: bool = False, is_near: bool = False) -> Peer:
+    def client(
+        self, *, may_operate: bool = False, is_near: bool = False, uid: int | None = None, gids: tuple[int, ...] = ()
+    ) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=Proof(operates=may_operate)))
+        proof = Proof(uid, gids, operates=may_operate)
+        self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=proof))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 
@@ -239,6 +244,17 @@ def test_who_may_update_a_model_and_to_what(world: World, may_operate: bool, pat
     client = world.client(may_operate=may_operate)
     client.stream.send(encode(Update("u", "m", path)))
     assert world.refusals(client, 1) == [("u", code)]
+    if code == "UNAVAILABLE":
+        assert world.model.grant == OPERATOR
+
+
+def test_a_tenant_names_files_by_its_own_right() -> None:
+    world = World({"default": TenantConfig(may=("operate",), model_directories=("/models",))})
+    client = world.client(is_near=True, uid=1001, gids=(7,))
+    client.stream.send(encode(Update("u", "m", "/m.onnx")))
+    assert world.refusals(client, 1) == [("u", "UNAVAILABLE")]
+    assert world.model.grant == Grant(1001, (7,), ("/models",))
+    world.close()
 
 
 @pytest.mark.parametrize(

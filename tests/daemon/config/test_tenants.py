@@ -57,6 +57,7 @@ def test_who_they_are_is_looked_up_once(tmp_path: Path) -> None:
         {
             "research": {
                 "uids": ["alice", 1002, "1003", "1001"],
+                "model_dirs": ["/models/a/", "b"],
                 "groups": ["mail", 12],
                 "keys": ["keys/a.pub", str(tmp_path / "keys" / "b.pub"), "keys/again.pub"],
             },
@@ -67,6 +68,7 @@ def test_who_they_are_is_looked_up_once(tmp_path: Path) -> None:
     assert research.user_ids == (1001, 1002, 1003)
     assert research.group_ids == (8, 12)
     assert research.public_keys == (KEY, OTHER)
+    assert research.model_directories == ("/models/a", str(tmp_path / "b"))
     assert research.uids == ("alice", "1002", "1003", "1001")
     assert tenants["default"] == TenantConfig()
 
@@ -156,7 +158,7 @@ def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
     tenants = parsed(
         tmp_path,
         {
-            "a": {"uids": [1], "models": ["m", "n", "x*"]},
+            "a": {"uids": [1], "models": ["m", "n", "x*"], "model_dirs": ["/models"]},
             "b": {"groups": [1], "may": []},
             "c": {},
             "d": {},
@@ -166,6 +168,7 @@ def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
     ).tenants
     assert list(warnings(tenants, ["m"])) == [
         "tenants.a.models: there is no model 'n'",
+        'tenants.a.model_dirs: it may not update models: "operate" is not in its `may`',
         "tenants.b.may: it may do nothing",
         "tenants.d: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it",
     ]

@@ -33,6 +33,7 @@ from weightd.protocol.messages.children import (
 from weightd.protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd.protocol.version import VERSION
+from weightd.shared.reach import OPERATOR
 
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)
@@ -252,7 +253,7 @@ class Stage:
 
     def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> Stage:
         """An operator asks."""
-        self.model.update(b"operator", "u", self.now, path=path, weights=weights, rollback=rollback)
+        self.model.update(b"operator", "u", self.now, path=path, weights=weights, rollback=rollback, grant=OPERATOR)
         return self
 
     def rollback(self) -> Stage:

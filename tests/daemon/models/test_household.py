@@ -23,6 +23,7 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.ranks import Entered, Member, Proof, Warmed
 from weightd.protocol.version import VERSION
 from weightd.shared.members import joint_digest
+from weightd.shared.reach import OPERATOR
 
 from .fakehost import CPU, FakeHost, request
 
@@ -190,7 +191,7 @@ def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_i
 def test_none_is_updated_alone() -> None:
     home = Home().serving()
     with pytest.raises(FailedPrecondition, match="one is in one process with two, the group g"):
-        home.models["one"].update(b"o", "u", home.now, path="/x.mindir", weights="", rollback=False)
+        home.models["one"].update(b"o", "u", home.now, path="/x.mindir", weights="", rollback=False, grant=OPERATOR)
 
 
 def test_the_process_goes_with_the_last_of_them() -> None:

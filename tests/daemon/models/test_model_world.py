@@ -62,6 +62,7 @@ from weightd.protocol.messages.data import RequestDescription, ResponseDescripti
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
+from weightd.shared.reach import OPERATOR
 
 FOREVER = float("inf")
 
@@ -574,7 +575,9 @@ class ModelWorld(RuleBasedStateMachine):
         self.questions[name] += 1
         back = path == "back"
         try:
-            self.model.update(b"o", name, self.now, path="" if back else path, weights="", rollback=back)
+            self.model.update(
+                b"o", name, self.now, path="" if back else path, weights="", rollback=back, grant=OPERATOR
+            )
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]

@@ -35,6 +35,7 @@ from weightd.protocol.messages.findings import Cases, DeviceMemory
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
+from weightd.shared.reach import OPERATOR
 
 from .fakehost import CPU, OUT, FakeHost, X, Y, request
 
@@ -273,7 +274,7 @@ def test_idle_ranks_are_pinged_without_the_canary() -> None:
 
 def updated(stage: Cut, path: str = "/new{rank}.mindir", *, rollback: bool = False) -> Cut:
     path = "" if rollback else path
-    stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=rollback)
+    stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=rollback, grant=OPERATOR)
     return stage
 
 
@@ -374,12 +375,12 @@ def test_with_policy_overlap_nobody_makes_way_for_a_changed_configuration() -> N
 def test_an_update_is_to_one_file_for_each_rank(path: str) -> None:
     stage = Cut().serving()
     with pytest.raises(Exception, match="expected"):
-        stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=False)
+        stage.model.update(b"o", "u", stage.now, path=path, weights="", rollback=False, grant=OPERATOR)
 
 
 def test_a_model_that_takes_something_else_does_not_take_over() -> None:
     stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(1, 2))).serving()
-    stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False)
+    stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False, grant=OPERATOR)
     stage.pinned().greet(2, 2).enters(2, TensorSignature("y", "FP32", (-1, 4)))
     assert "is not a drop-in for the one that serves" in stage.host.errors[0][2]
     assert stage.model.main.label == "big.1"

@@ -25,6 +25,7 @@ from weightd.protocol.messages.children import Back, Hello, Predict, Result, Sto
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
+from weightd.shared.reach import OPERATOR
 
 from .fakehost import ATTACHED, BAD, BUILT, CPU, GOOD, OUT, SEAL, SHA, FakeHost, request
 
@@ -96,7 +97,9 @@ class Daemon:
 
     def update(self, *, rollback: bool = False) -> Daemon:
         path = "" if rollback else "/models/new.onnx"
-        self.fleet.models["m"].update(b"operator", "u", self.now, path=path, weights="", rollback=rollback)
+        self.fleet.models["m"].update(
+            b"operator", "u", self.now, path=path, weights="", rollback=rollback, grant=OPERATOR
+        )
         return self
 
 

@@ -7,6 +7,7 @@ import pytest
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.sources import Numbers, Sources
+from weightd.shared.reach import OPERATOR, Grant
 
 
 class Shelf(Sources):
@@ -32,8 +33,8 @@ class Shelf(Sources):
         self.snapshots.taken(source, self.taken(source.number))
         return source
 
-    def updated(self, path: str, weights: str = "") -> Source:
-        source = self.snapshot(self.new(path, weights))
+    def updated(self, path: str, weights: str = "", grant: Grant = OPERATOR) -> Source:
+        source = self.snapshot(self.new(path, weights, grant))
         self.took_over(source)
         return source
 
@@ -45,8 +46,15 @@ def shelf() -> Shelf:
 
 def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_of_its_own(shelf: Shelf) -> None:
     assert shelf.current == Source("/one.onnx", number=1)
-    assert shelf.new("", "/w.npz") == Source("/one.onnx", "/w.npz", 2)
-    assert shelf.new("/two.onnx", "") == Source("/two.onnx", "", 3)
+    assert shelf.new("", "/w.npz", OPERATOR) == Source("/one.onnx", "/w.npz", 2)
+    assert shelf.new("/two.onnx", "", OPERATOR) == Source("/two.onnx", "", 3)
+    alice, bob = Grant(1), Grant(2)
+    theirs = shelf.updated("/two.onnx", grant=alice)
+    assert (theirs.grant, theirs.weights_grant) == (alice, alice)
+    # Who changes the weights has not named the model file, which is read again.
+    other = shelf.new("", "/w.npz", bob)
+    assert (other.grant, other.weights_grant) == (alice, bob)
+    assert (shelf.anew().grant, shelf.current.number) == (alice, 6)
     numbers = Numbers((7, 3))
     assert (numbers.generation(), numbers.generation(), numbers.source(), numbers.made) == (8, 9, 4, (9, 4))
 
@@ -57,7 +65,7 @@ def test_what_serves_and_what_served_before_are_kept_and_who_goes_back_goes_once
     third = shelf.updated("/three.onnx")
     assert (shelf.current, shelf.previous, shelf.undone, shelf.there) == (third, second, None, {2, 3})
     # Updates that come to nothing; one may have been to what is kept.
-    for each in (second, third, shelf.snapshot(shelf.new("/four.onnx", ""))):
+    for each in (second, third, shelf.snapshot(shelf.new("/four.onnx", "", OPERATOR))):
         shelf.drop(each)
     assert shelf.there == {2, 3}
     shelf.took_over(second)

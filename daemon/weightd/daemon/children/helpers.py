@@ -21,15 +21,31 @@ Answer = Mapping[str, Any]
 """What a helper has answered; nothing where it has not."""
 
 
-def ask(running: Running, name: str, argv: Sequence[str], log: Path, tell: Callable[[Answer, End], None]) -> None:
+def ask(
+    running: Running,
+    name: str,
+    argv: Sequence[str],
+    log: Path,
+    tell: Callable[[Answer, End], None],
+    *,
+    order: bytes = b"",
+) -> None:
     """Start a helper, whose stdout is the pipe; `tell` what it has answered, and how it has ended, once it has.
+
+    Args:
+        running: watches the helper.
+        name: of the helper.
+        argv: its command, which every user of the host may read.
+        log: where its stderr goes.
+        tell: is called once the helper has ended.
+        order: what the helper reads from stdin.
 
     Raises:
         OSError: it cannot be started.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        process = processes.start(argv, log, stdout=writer)
+        process = processes.start(argv, log, stdout=writer, order=order)
     except OSError:
         os.close(reader)
         raise

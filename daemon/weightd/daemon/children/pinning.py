@@ -14,7 +14,7 @@ from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Taken, Wanted, changed
+from weightd.daemon.children.snapshotter import Single, Taken, Wanted, changed
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK
@@ -23,6 +23,7 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
+from weightd.shared.reach import OPERATOR
 from weightd.shared.transient import is_transient
 
 # Where the copy of a model has vanished that still serves, and its file is another one by now.
@@ -71,15 +72,18 @@ class Pinning:
             return
         files = self._files(model, source)
         wanted = [
-            Wanted(path, str(directory), self._taken.get(path), expected if config.ranks is None else "")
+            Wanted(path, str(directory), self._taken.get(path), expected if config.ranks is None else "", source.grant)
             for path, directory in _models(config, source, files)
         ]
-        more = [str(each) for pair in _files(config, source, files) for each in pair]
+        more = [
+            Single(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
+            for path, copy in _files(config, source, files)
+        ]
         tell = functools.partial(self._on_answer, owner, _Order(config, source, files, expected))
         try:
             files.create()
-            argv = snapshotter.command(wanted, files.meter, more)
-            helpers.ask(self._running, files.directory.name, argv, files.log, tell)
+            given = snapshotter.Order(wanted, str(files.meter), more).json()
+            helpers.ask(self._running, files.directory.name, snapshotter.command(), files.log, tell, order=given)
         except (ClaimError, OSError) as error:
             cause = explained(f"cannot take a snapshot: {error}")
             self._later(functools.partial(owner.pin_failed, source, cause, transient=is_transient(error)))

@@ -1,10 +1,9 @@
 """The immutable copy of a model from which every process of a generation builds.
 
-Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its arguments are
-PARENT METER WANTED [FILE COPY]..., the second the file where it writes how far it is, the third in JSON what is
-`Wanted`, a model or one for each rank. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`,
-but for the path, or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has
-failed, the daemon removes.
+Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
+pid of its parent. It reads an `Order` in JSON from stdin: every user of the host may read a command line, and the order
+names models. It answers on stdout, a pipe, with an object in JSON: of each what is `taken`, but for the path, or an
+`error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon removes.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from weightd.shared import signals
 from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with
+from weightd.shared.reach import OPERATOR, Grant
 from weightd.shared.transient import is_transient
 
 _PROGRAM = (
@@ -79,12 +79,52 @@ class Wanted(NamedTuple):
         directory: for the copy; it is made.
         known: what was taken of the same file before, as a list of the fields of `Taken`.
         expected: the sha256 that the model has to have; "" for any.
+        grant: the right by which the model is named, as a list of the fields of `Grant`.
     """
 
     model: str
     directory: str
     known: Sequence[Any] | None = None
     expected: str = ""
+    grant: Sequence[Any] = OPERATOR
+
+
+class Single(NamedTuple):
+    """A single file that is to be copied.
+
+    Attributes:
+        path: of the file.
+        copy: the path of the copy.
+        grant: the right by which the file is named, as a list of the fields of `Grant`.
+    """
+
+    path: str
+    copy: str
+    grant: Sequence[Any] = OPERATOR
+
+
+class Order(NamedTuple):
+    """What the process has to do.
+
+    Attributes:
+        wanted: the models.
+        meter: the file to which it writes how far it is.
+        files: further files.
+    """
+
+    wanted: Sequence[Wanted]
+    meter: str
+    files: Sequence[Single] = ()
+
+    def json(self) -> bytes:
+        """Return what `from_json` reads."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Order:
+        """Return the order."""
+        wanted, meter, files = json.loads(content)
+        return cls([Wanted(*each) for each in wanted], meter, [Single(*each) for each in files])
 
 
 class ModelChanged(ModelFileError):
@@ -96,19 +136,21 @@ def changed(path: object, expected: str, sha256: str) -> str:
     return f"{path}: the file has changed since it was loaded: expected sha256 {expected:.12}, got {sha256:.12}"
 
 
-def command(wanted: Sequence[Wanted], meter: Path, files: Sequence[str] = ()) -> list[str]:
-    """Return how the process is started that takes snapshots for this one, and copies files: each, and then its copy.
-
-    It writes to `meter` how far it is.
+def command() -> list[str]:
+    """Return the command that starts the process as a child of this one.
 
     Isolated, and without site-packages: that saves half of its start.
     """
-    python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
-    return [*python, str(os.getpid()), str(meter), json.dumps(wanted), *files]
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
 
 
 def take(
-    model: Path, directory: Path, known: Taken | None = None, meter: Meter | None = None, expected: str = ""
+    model: Path,
+    directory: Path,
+    known: Taken | None = None,
+    meter: Meter | None = None,
+    expected: str = "",
+    grant: Grant = OPERATOR,
 ) -> Taken:
     """Copy the model's files into `directory`, read-only. Each is read once.
 
@@ -122,7 +164,7 @@ def take(
     """
     directory.mkdir(mode=0o700)
     meter = meter or Meter()
-    with Model(model) as original:
+    with Model(model, grant=grant) as original:
         origin = identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
         is_known = known is not None and origin and origin == known.origin
@@ -240,26 +282,31 @@ def _piped(reader: FileIO, writer: FileIO, meter: Meter) -> str:
     return state.hexdigest()
 
 
-def answer(wanted: Sequence[Wanted], files: Sequence[str] = (), meter: Meter | None = None) -> dict[str, Any]:
-    """Take the snapshots, and copy the files, each of which is followed by its copy; return what is answered."""
+def answer(wanted: Sequence[Wanted], files: Sequence[Single] = (), meter: Meter | None = None) -> dict[str, Any]:
+    """Take the snapshots, and copy the files; return what is answered."""
     meter = meter or Meter()
     taken: list[Taken] = []
     try:
-        for model, directory, known, expected in wanted:
+        for model, directory, known, expected, grant in wanted:
             before = None if known is None else Taken(*known)
-            taken.append(take(Path(model), Path(directory), before, meter, expected))
-        for source, target in zip(files[::2], files[1::2], strict=True):
-            _copy(open_file(Path(source)), Path(target), Meter())
+            taken.append(take(Path(model), Path(directory), before, meter, expected, _grant(grant)))
+        for path, copy, grant in files:
+            _copy(open_file(Path(path), _grant(grant)), Path(copy), Meter())
     except ModelChanged as error:
         return {"error": str(error), "transient": False, "changed": True}
     except ModelFileError as error:
         return {"error": str(error), "transient": error.transient}
     except OSError as error:
         model, directory, *_ = wanted[min(len(taken), len(wanted) - 1)]
-        what = error.filename if str(error.filename) in files[::2] else model
+        what = error.filename if str(error.filename) in [each.path for each in files] else model
         text = f"cannot copy {what} to {directory}: {error.strerror}"
         return {"error": text, "transient": is_transient(error)}
     return {"taken": [each[1:] for each in taken]}
+
+
+def _grant(fields: Sequence[Any]) -> Grant:
+    uid, gids, directories = fields
+    return Grant(uid, tuple(gids), tuple(directories))
 
 
 def main() -> None:
@@ -268,7 +315,7 @@ def main() -> None:
     signals.reset(signal.SIGINT)
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
-    wanted = [Wanted(*each) for each in json.loads(sys.argv[3])]
-    answered = answer(wanted, sys.argv[4:], Meter(Path(sys.argv[2]), len(wanted)))
+    order = Order.from_json(sys.stdin.buffer.read())
+    answered = answer(order.wanted, order.files, Meter(Path(order.meter), len(order.wanted)))
     print(json.dumps(answered))
     sys.exit(int("error" in answered))

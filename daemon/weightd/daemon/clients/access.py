@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.config.tenants import INFER, OPERATE, STATUS
+from weightd.daemon.config.tenants import EVERY_MODEL, INFER, OPERATE, STATUS
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
 from weightd.daemon.tenants.directory import Directory
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol.errors import PermissionDenied, RequestError, Unauthenticated
+from weightd.shared.reach import OPERATOR, Grant
 
 # Whom the kernel cannot name.
 _HIDDEN_UID = 65534
@@ -129,6 +130,29 @@ class Access:
                 if self.tenants.tells_apart
                 else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
             )
+
+    def check_reload(self, connection: Connection) -> None:
+        """See to it that who asks for a reload may: it reads the operator's file, and concerns all models.
+
+        Raises:
+            PermissionDenied: it may not.
+        """
+        self.check_operator(connection, "reload the configuration")
+        tenant = connection.tenant
+        if tenant is None or connection.identity.proof.operates or EVERY_MODEL in tenant.config.models:
+            return
+        raise PermissionDenied(
+            f"tenant {tenant.name} may not reload the configuration, which concerns every model: "
+            f'expected "{EVERY_MODEL}" in its `models`, got {", ".join(tenant.config.models)}'
+        )
+
+    def grant(self, connection: Connection) -> Grant:
+        """Return the right by which a client names files that the daemon is to read."""
+        proof, tenant = connection.identity.proof, connection.tenant
+        if proof.operates:
+            return OPERATOR
+        uid = _HIDDEN_UID if proof.uid is None else proof.uid
+        return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
 
     def revoked(
         self, find: Callable[[bytes], Connection | None], before: Mapping[bytes, Tenant | None]

@@ -439,7 +439,7 @@ class Frontend:
         self._daemon.ask_logs(connection.key, message)
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
-        self._access.check_operator(connection, "reload the configuration")
+        self._access.check_reload(connection)
         self._daemon.ask_reload(connection.key, message.id)
 
     def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
@@ -453,7 +453,13 @@ class Frontend:
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         model.update(
-            connection.key, message.id, now, path=message.path, weights=message.weights, rollback=message.rollback
+            connection.key,
+            message.id,
+            now,
+            path=message.path,
+            weights=message.weights,
+            rollback=message.rollback,
+            grant=self._access.grant(connection),
         )
 
     def _viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:

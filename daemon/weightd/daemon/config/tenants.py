@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ INFER = "infer"
 STATUS = "status"
 OPERATE = "operate"
 RIGHTS = (INFER, STATUS, OPERATE)
+
+# The pattern of a tenant that has all models.
+EVERY_MODEL = "*"
 
 # Who is in no other.
 DEFAULT = "default"
@@ -79,12 +83,16 @@ class TenantConfig:
     keys: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MOST_EACH))
     """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
 
-    models: tuple[str, ...] = field(default=("*",), metadata=many(_pattern(), _MOST_EACH))
+    models: tuple[str, ...] = field(default=(EVERY_MODEL,), metadata=many(_pattern(), _MOST_EACH))
     """The models that there are for it, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
-    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update models and reload, on
-    the daemon's unix socket."""
+    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update its models and, where
+    these are all models ("*"), to reload, on the daemon's unix socket."""
+
+    model_dirs: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MOST_EACH))
+    """Directories with models to which it may update: every file below them, also one that its user may not read.
+    Elsewhere an update takes files that the user may read, and no others."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern(), _MOST_EACH))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
@@ -126,6 +134,15 @@ class TenantConfig:
     public_keys: tuple[str, ...] = field(default=(), metadata=derived(many(text(40), _MOST_EACH)))
     """What is in `keys`, in Z85."""
 
+    model_directories: tuple[str, ...] = field(
+        default=(), metadata=derived(many(text(limits.MAX_PATH_BYTES), _MOST_EACH))
+    )
+    """What is in `model_dirs`, as absolute paths."""
+
+    def directories(self, base: Path) -> tuple[str, ...]:
+        """Return its `model_dirs` as absolute paths."""
+        return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
+
     def look_up(self, base: Path, problems: Problems) -> Identities:
         """Return who its users, groups and keys are; what is wrong is added to `problems`."""
         return identities.look_up(self.uids, self.groups, self.keys, base, problems)
@@ -156,7 +173,11 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
             problems.note(_of_one(tenant, given))
             who = found[name] = tenant.look_up(base, problems)
             tenants[name] = dataclasses.replace(
-                tenant, user_ids=tuple(who.users), group_ids=tuple(who.groups), public_keys=tuple(who.keys)
+                tenant,
+                user_ids=tuple(who.users),
+                group_ids=tuple(who.groups),
+                public_keys=tuple(who.keys),
+                model_directories=tenant.directories(base),
             )
     problems.note(_of_all(found))
     return tenants
@@ -194,6 +215,8 @@ def warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> It
         for each in tenant.models:
             if is_name(each) and each not in models:
                 yield f"{where}.models: there is no model {each!r}"
+        if tenant.model_dirs and OPERATE not in tenant.may:
+            yield f'{where}.model_dirs: it may not update models: "{OPERATE}" is not in its `may`'
         if not tenant.may:
             yield f"{where}.may: it may do nothing"
         if name != DEFAULT and not (tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from weightd.daemon.config.canary import AUTO, CanaryKey
 from weightd.daemon.config.model import ModelConfig
 from weightd.protocol.messages.findings import Cases
+from weightd.shared.reach import OPERATOR, Grant
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
 _ROOM_TIMEOUT_S = 30.0
@@ -168,11 +169,15 @@ class Source:
         weights: a file of arrays that every process loads over the model's weights, or "".
         number: tells sources of one path apart: the file may have been replaced. All generations of one source load
             the same bytes.
+        grant: the right by which `path` was named.
+        weights_grant: the right by which `weights` was named.
     """
 
     path: str
     weights: str = ""
     number: int = 1
+    grant: Grant = OPERATOR
+    weights_grant: Grant = OPERATOR
 
     def __str__(self) -> str:
         return f"{self.path} with {self.weights}" if self.weights else self.path

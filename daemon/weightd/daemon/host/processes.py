@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,25 +44,31 @@ class Process:
 
 
 def start(
-    argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, *, stdout: int | None = None
+    argv: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    *,
+    stdout: int | None = None,
+    order: bytes = b"",
 ) -> Process:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
     It is born with SIGINT blocked: see `parent.without_interrupts`.
 
     Args:
-        argv: the command.
+        argv: the command, which every user of the host may read.
         log: where its output goes.
         environment: all of it; None for that of this process.
         stdout: a descriptor that it has as its stdout; None for the log.
+        order: what it reads from stdin.
 
     Raises:
         OSError: it cannot be started.
     """
-    with log.open("ab") as output, without_interrupts():
+    with log.open("ab") as output, given(order) as stdin, without_interrupts():
         popen = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output if stdout is None else stdout,
             stderr=output,
             env=environment,
@@ -74,6 +81,19 @@ def start(
         popen.kill()
         popen.wait()
         raise
+
+
+@contextlib.contextmanager
+def given(order: bytes) -> Generator[int, None, None]:
+    """Yield a descriptor from which a child reads these bytes, and then the end.
+
+    Raises:
+        OSError: there is no memory for them, or no descriptor is left.
+    """
+    with os.fdopen(os.memfd_create("weightd-order", os.MFD_CLOEXEC), "r+b") as file:
+        file.write(order)
+        file.seek(0)
+        yield file.fileno()
 
 
 def adopt(pid: int, log: Path) -> Process:

@@ -37,6 +37,7 @@ from weightd.protocol.errors import FailedPrecondition, Unavailable
 from weightd.protocol.messages.children import Built
 from weightd.shared.members import Member as ToldMember
 from weightd.shared.members import Members, joint_digest
+from weightd.shared.reach import Grant
 
 
 class Household:
@@ -230,7 +231,9 @@ class Member(Model):
         """The copy of what it loads, if that exists."""
         return self._sources.snapshots.find(self._sources.current)
 
-    def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+    def update(  # noqa: PLR0913
+        self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
+    ) -> None:
         """Refuse it: the process of all members would have to go.
 
         Raises:

@@ -36,6 +36,7 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.shared.devices import is_cpu
+from weightd.shared.reach import Grant
 
 _log = logging.getLogger("weightd")
 
@@ -131,7 +132,9 @@ class Model:
             raise self._refusal.error()
         self.desk.metadata(waiter)
 
-    def update(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+    def update(  # noqa: PLR0913
+        self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
+    ) -> None:
         """Load what is at `path` beside what serves, and let it take over; the client is told how that ends.
 
         Args:
@@ -141,13 +144,14 @@ class Model:
             path: of the new model, "" for the one that serves.
             weights: of arrays to load over the model's weights, or "".
             rollback: go back to what served before the last update instead.
+            grant: the right by which the client names these paths.
 
         Raises:
             RequestError: it is refused; nothing has changed.
         """
         if self._refusal is not None and not self.may_retry:
             raise self._refusal.error()
-        self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback)
+        self._updates.begin(client, request_id, now, path=path, weights=weights, rollback=rollback, grant=grant)
         self._settle(now)
 
     # --- from the server ----------------------------------------------------------------------------------------

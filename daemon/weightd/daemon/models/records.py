@@ -12,6 +12,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, many, record, text
+from weightd.shared.reach import Grant
 
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
@@ -30,6 +31,15 @@ class SliceRecord:
 
 
 @dataclass(frozen=True)
+class GrantRecord:
+    """The right by which a path was named; the fields are those of `Grant`."""
+
+    uid: int | None = field(default=None, metadata=_COUNT)
+    gids: tuple[int, ...] = field(default=(), metadata=many(_COUNT, 1024))
+    directories: tuple[str, ...] = field(default=(), metadata=many(_NAME, 1024))
+
+
+@dataclass(frozen=True)
 class SourceRecord:
     """A source, and its snapshot."""
 
@@ -44,6 +54,8 @@ class SourceRecord:
     identity: str = field(default="", metadata=_PATH)
     slices: tuple[SliceRecord, ...] = field(default=(), metadata=many(record(SliceRecord), limits.MAX_DEVICES))
     tables: tuple[str, ...] = field(default=(), metadata=many(_NAME, limits.MAX_DEVICES))
+    grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
+    weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
 
     @classmethod
     def of(cls, source: Source, snapshot: Snapshot) -> SourceRecord:
@@ -51,7 +63,14 @@ class SourceRecord:
         there = snapshot
         slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
         whole = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
-        return cls(source.number, source.path, source.weights, *whole, slices, there.tables)
+        grants = GrantRecord(*source.grant), GrantRecord(*source.weights_grant)
+        return cls(source.number, source.path, source.weights, *whole, slices, there.tables, *grants)
+
+    @property
+    def source(self) -> Source:
+        """The source."""
+        grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
+        return Source(self.path, self.weights, self.number, *grants)
 
     @property
     def taken(self) -> Snapshot:

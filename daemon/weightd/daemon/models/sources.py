@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.records import SourceRecord
 from weightd.daemon.models.snapshots import Snapshots
+from weightd.shared.reach import Grant
 
 
 class Numbers:
@@ -56,13 +58,22 @@ class Sources:
         self.snapshots = Snapshots(pin, unpin)
         self._numbers = numbers
 
-    def new(self, path: str, weights: str) -> Source:
-        """Return a new source: this file, "" for the present one, with these weights, "" for its own."""
-        return Source(path or self.current.path, weights, self._numbers.source())
+    def new(self, path: str, weights: str, grant: Grant) -> Source:
+        """Return a new source: this file, "" for the present one, with these weights, "" for its own.
+
+        Args:
+            path: of the model file.
+            weights: of the file of arrays.
+            grant: the right by which these paths are named.
+        """
+        before = self.current
+        return Source(
+            path or before.path, weights, self._numbers.source(), grant if path else before.grant, weights_grant=grant
+        )
 
     def anew(self) -> Source:
         """Read the present source again, of which nothing serves: return it with a new number."""
-        before, self.current = self.current, self.new("", self.current.weights)
+        before, self.current = self.current, dataclasses.replace(self.current, number=self._numbers.source())
         self.drop(before)
         return self.current
 
@@ -93,7 +104,7 @@ class Sources:
 
     def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, Source]:
         """Go on with what a daemon before this one had; return every source by its number."""
-        sources = {each.number: Source(each.path, each.weights, each.number) for each in records}
+        sources = {each.number: each.source for each in records}
         for each in records:
             self.snapshots.restore(sources[each.number], each.taken)
         self.current, self.previous = sources[current], sources.get(previous)

@@ -14,6 +14,7 @@ from weightd.daemon.models.sources import Sources
 from weightd.daemon.requests.desk import Desk
 from weightd.protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
 from weightd.protocol.messages.control import UpdateResponse
+from weightd.shared.reach import Grant
 
 
 class Operators(Protocol):
@@ -68,7 +69,9 @@ class Updates:
         """Whether there is one."""
         return self._update is not None
 
-    def begin(self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool) -> None:
+    def begin(  # noqa: PLR0913
+        self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
+    ) -> None:
         """Load what is at `path` beside what serves, as `Model.update` says.
 
         Raises:
@@ -83,7 +86,7 @@ class Updates:
             source = self._previous()
         else:
             self._check_file(path)
-            source = self._sources.new(path, weights)
+            source = self._sources.new(path, weights, grant)
         self._update = _Update(client, request_id, source)
         for deployment in self._deployments:
             deployment.update(source, now)

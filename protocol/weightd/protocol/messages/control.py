@@ -104,7 +104,9 @@ class Update:
     """client → daemon: load another model, or other weights, beside what serves, and let it take over.
 
     Paths are the daemon's. `path` is "" to keep the model's file, `weights` is "" to keep the weights that are in it.
-    `rollback`: go back to what served before the last update; paths are then "". Only the daemon's user, and root, may.
+    `rollback`: go back to what served before the last update; paths are then "". The daemon's user, root, and tenants
+    that may `operate` may send this. The user of such a tenant has to be able to read every file, unless the file lies
+    below one of the `model_dirs` of the tenant.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -134,7 +136,7 @@ class UpdateResponse:
 class Reload:
     """client → daemon: read the configuration file again, and serve what it says now.
 
-    Only the daemon's user, and root, may.
+    The daemon's user, root, and tenants that may `operate` every model may send this.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
