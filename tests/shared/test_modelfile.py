@@ -15,7 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.shared.modelfile import Model, ModelFileError, digest, identity, model_files, pinned_digest
+from weightd.shared.modelfile import (
+    Model,
+    ModelFileError,
+    check_locations,
+    digest,
+    identity,
+    model_files,
+    pinned_digest,
+)
 
 # --- protobuf by hand --------------------------------------------------------------------------------------------
 
@@ -234,6 +242,32 @@ def test_a_location_outside_is_refused(tmp_path: Path, location: str) -> None:
     assert refusal(path) == expected
 
 
+ENTRY = proto((1, "location"), (2, "../w.bin"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        onnx_bytes(proto((13, ENTRY), (14, 2**32 + 1))),
+        onnx_bytes(proto((14, 1), (13, ENTRY), (14, 0))),
+        # One attribute, given in two parts that the engine merges.
+        proto((7, proto((1, proto((5, proto((5, proto((14, 1))), (5, proto((13, ENTRY)))))))))),
+    ],
+    ids=["wide", "unused", "merged"],
+)
+def test_no_location_outside_is_hidden_by_what_is_said_of_its_use(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    assert "names the external file '../w.bin'" in refusal(path)
+
+
+def test_an_enumeration_counts_modulo_its_width(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(onnx_bytes(tensor("w.bin", where=2**32 + 1)))
+    (tmp_path / "w.bin").write_bytes(b"x")
+    assert names(path) == ["model.onnx", "w.bin"]
+
+
 def test_all_external_files_that_cannot_be_read_are_named_as_far_as_one_reads_on(tmp_path: Path) -> None:
     (tmp_path / "w05.bin").write_bytes(b"x")
     problems = refusal(model(tmp_path, *(f"w{number:02}.bin" for number in range(14)))).splitlines()
@@ -294,7 +328,7 @@ NOT_ONNX = {
     "an archive": b"PK\x03\x04",
     "a length beyond the file": b"\x3a\xff\xff\xff\xff\x0f",
     "a length beyond 64 bits": b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\x7f",
-    "a group": b"\x0b\x0c",
+    "a group without end": b"\x0b",
     "a tag without a value": b"\x08",
     "half a fixed64": b"\x09\x00",
     "an entry beyond its tensor": proto((7, proto((5, b"\x6a\x10abc")))),
@@ -397,6 +431,63 @@ def mindir(directory: Path, *variables: str) -> Path:
     for name in variables:
         (directory / "net_variables" / name).write_bytes(name.encode())
     return path
+
+
+def mindir_places(location: str) -> List[bytes]:
+    """MindIR in which a tensor lies where mind_ir.proto allows one."""
+    tensor = proto((1, 4), (2, 1), (7, "w"), (12, proto((1, location), (2, 64), (3, 8))))
+    attribute = proto((1, "a"), (6, tensor))
+    attributes = [attribute, proto((12, tensor)), proto((7, proto((3, tensor)))), proto((13, proto((3, tensor))))]
+    attributes += [
+        proto((17, attribute)),
+        proto((19, proto((3, attribute)))),
+        proto((6, proto((17, proto((2, attribute)))))),
+    ]
+    graphs = [proto((3, tensor)), proto((5, proto((2, tensor)))), proto((6, proto((5, attribute))))]
+    graphs += [proto((1, proto((number, each)))) for each in attributes for number in (5, 8, 9)]
+    graphs += [proto((8, attribute)), proto((10, proto((2, attribute))))]
+    graphs += [proto((10, proto((number, tensor)))) for number in (3, 4, 5)]
+    models = [proto((number, graph)) for graph in graphs for number in (7, 8)]
+    return [*models, proto((12, proto((3, attribute))))]
+
+
+@pytest.mark.parametrize("name", ["net.mindir", "net_graph.mindir"])
+def test_a_mindir_names_no_file_outside_of_its_directory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    (tmp_path / "net_variables").mkdir()
+    outside = mindir_places("../other/w")
+    for content, location in (*((each, "../other/w") for each in outside), (mindir_places("/w")[0], "/w")):
+        path.write_bytes(content)
+        assert refusal(path) == (
+            f"{path}: names the external file {location!r}; expected a path inside the model's directory"
+        )
+        with pytest.raises(ModelFileError, match="names the external file"):
+            check_locations(path)
+    for content in (*mindir_places("net_variables/data_0"), b"no protobuf"):
+        path.write_bytes(content)
+        assert names(path) == [name]
+        check_locations(path)
+
+
+def test_a_location_is_found_behind_a_group_that_engines_skip(tmp_path: Path) -> None:
+    path = tmp_path / "net.mindir"
+    group = varint(100 << 3 | 3) + proto((7, b"x")) + varint(101 << 3 | 3) + varint(101 << 3 | 4) + varint(100 << 3 | 4)
+    [content, *_] = mindir_places("a/../../w")
+    path.write_bytes(group + content)
+    assert "names the external file 'a/../../w'" in refusal(path)
+    # Groups that do not end, or end as others: no engine reads that.
+    for wrong in (group[:-2], group + varint(100 << 3 | 4)):
+        (tmp_path / "model.onnx").write_bytes(wrong)
+        assert "expected an ONNX model" in refusal(tmp_path / "model.onnx")
+
+
+def test_a_mindir_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "net.mindir"
+    attribute = b""
+    for _ in range(101):
+        attribute = proto((17, attribute))
+    path.write_bytes(proto((7, proto((8, attribute)))))
+    assert "expected at most 100 levels" in refusal(path)
 
 
 def test_the_variables_of_a_mindir_belong_to_it(tmp_path: Path) -> None:

@@ -165,6 +165,8 @@ class Model:
             names = _onnx_locations(path, self._file)
         else:
             names = []
+        if path.suffix == ".mindir" and not self._own:
+            _check_mindir(path, self._file)
         problems: List[ModelFileError] = []
         for name in sorted({*names} - {path.name}):
             try:
@@ -318,67 +320,127 @@ def _sha256(path: Path, file: BinaryIO) -> str:
 def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
     try:
         with _told(path):
-            locations = list(_external_locations(file, "model", 0, os.fstat(file.fileno()).st_size))
+            locations = list(_locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size))
     except Malformed:
         # An engine that understands it all the same would load external files that nobody has pinned.
         text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
         raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
-    for location in locations:
+    for location, _ in locations:
         pure = PurePosixPath(location)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise ModelFileError(
-                f"{path}: names the external file {location!r}; expected a path inside the model's directory"
-            )
-    return [str(PurePosixPath(location)) for location in locations]
+            raise _outside(path, location)
+    return [str(PurePosixPath(location)) for location, is_used in locations if is_used]
 
 
-# --- A walk through ONNX's protobuf, only as far as external data needs -----------------------------------------
+def check_locations(path: Path) -> None:
+    """Make sure that a MindIR names no file outside of its directory.
+
+    MindSpore puts the directory before a location and opens the result, whatever it is. Files in the directory of a
+    snapshot are those of the model, so it is enough that no location leads out.
+
+    Raises:
+        ModelFileError: it names one, or cannot be read.
+    """
+    with _told(path), open_file(path) as file:
+        _check_mindir(path, file)
+
+
+def _check_mindir(path: Path, file: BinaryIO) -> None:
+    try:
+        for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size):
+            pure = PurePosixPath(location)
+            if pure.is_absolute() or ".." in pure.parts:
+                raise _outside(path, location)
+    except _TooDeep:
+        raise ModelFileError(f"{path}: expected at most {_MAX_DEPTH} levels of messages in messages") from None
+    except Malformed:
+        # No engine reads it, either: that gives the better reason.
+        pass
+
+
+def _outside(path: Path, location: str) -> ModelFileError:
+    return ModelFileError(f"{path}: names the external file {location!r}; expected a path inside the model's directory")
+
+
+# --- A walk through protobuf, only as far as external data needs --------------------------------------------------
 #
-# Message to {field number: message}, from onnx.proto. Anything else is skipped by its length, so the walk costs
-# the number of nodes, not the size of the weights.
+# Message to {field number: message}, from onnx.proto and mind_ir.proto. Anything else is skipped by its length, so the
+# walk costs the number of nodes, not the size of the weights.
 
-_ONNX: Dict[str, Dict[int, str]] = {
+_Messages = Dict[str, Dict[int, str]]
+
+_ONNX: _Messages = {
     "model": {7: "graph", 20: "training", 25: "function"},
     "training": {1: "graph", 2: "graph"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "graph": {1: "node", 5: "onnx tensor", 15: "sparse"},
     "function": {7: "node", 11: "attribute"},
     "node": {5: "attribute"},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "sparse": {1: "tensor", 2: "tensor"},
+    "attribute": {5: "onnx tensor", 6: "graph", 10: "onnx tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "onnx tensor", 2: "onnx tensor"},
 }
 _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
 _KEY, _VALUE = 1, 2  # in an entry of external_data
+
+_MINDIR: _Messages = {
+    "model": {7: "graph", 8: "graph", 12: "primitive"},
+    "primitive": {3: "attribute"},
+    "graph": {1: "node", 3: "tensor", 5: "value", 6: "value", 8: "attribute", 10: "map"},
+    "map": {2: "attribute", 3: "tensor", 4: "tensor", 5: "tensor"},
+    "node": {5: "attribute", 8: "attribute", 9: "attribute"},
+    "value": {2: "tensor", 5: "attribute"},
+    "attribute": {6: "tensor", 7: "graph", 12: "tensor", 13: "graph", 17: "attribute", 19: "functor"},
+    "functor": {3: "attribute"},
+    "tensor": {12: "mindir external", 17: "quantization"},
+    "quantization": {2: "attribute"},
+}
+_LOCATION = 1  # in the external data of a MindIR
 
 # protobuf's own default: what nests deeper, no engine reads.
 _MAX_DEPTH = 100
 
 
-def _external_locations(file: BinaryIO, message: str, start: int, end: int, depth: int = 0) -> Iterator[str]:
+class _TooDeep(Malformed):
+    """Messages lie in messages, deeper than an engine reads."""
+
+
+def _locations(
+    file: BinaryIO, messages: _Messages, message: str, start: int, end: int, depth: int = 0
+) -> Iterator[Tuple[str, bool]]:
+    """Yield each location that a message names, and whether the engine will read it."""
     if depth > _MAX_DEPTH:
-        raise Malformed
-    children = _ONNX[message]
+        raise _TooDeep
+    children = messages[message]
     for number, value in fields(file, start, end):
         child = children.get(number)
         if child is None or not isinstance(value, tuple):
             continue
-        if child == "tensor":
+        if child == "onnx tensor":
             yield from _tensor_locations(file, *value)
+        elif child == "mindir external":
+            for field, span in fields(file, *value):
+                if field == _LOCATION:
+                    yield _text(file, span), True
         else:
-            yield from _external_locations(file, child, *value, depth=depth + 1)
+            yield from _locations(file, messages, child, *value, depth=depth + 1)
 
 
-def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[str]:
+def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
+    """Yield the locations of an ONNX tensor.
+
+    An engine merges messages that a file gives twice, and takes an enumeration modulo 2**32. So a location is told of
+    whatever this part of a tensor says about its use: each has to be a permitted one.
+    """
     entries: List[Span] = []
     external = False
     for number, value in fields(file, start, end):
         if number == _EXTERNAL_DATA and isinstance(value, tuple):
             entries.append(value)
-        elif number == _DATA_LOCATION:
-            external = value == _EXTERNAL
-    for span in entries if external else ():
+        elif number == _DATA_LOCATION and isinstance(value, int):
+            external = value & 0xFFFFFFFF == _EXTERNAL
+    for span in entries:
         entry = dict(fields(file, *span))
         if _text(file, entry.get(_KEY)) == "location":
-            yield _text(file, entry.get(_VALUE))
+            yield _text(file, entry.get(_VALUE)), external
 
 
 def _text(file: BinaryIO, span: object) -> str:

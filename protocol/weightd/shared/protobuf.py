@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, Iterator, Tuple, Union
+from typing import BinaryIO, Iterator, List, Tuple, Union
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)  # wire types
 _MAX_VARINT_BYTES = 10
 
 Span = Tuple[int, int]
@@ -19,6 +19,7 @@ class Malformed(Exception):
 def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
     """Yield (field number, value) for each field; bytes are given as (start, end)."""
     position = start
+    groups: List[int] = []
     while position < end:
         # Whoever takes the fields may read elsewhere in between.
         file.seek(position)
@@ -34,13 +35,22 @@ def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
             size += length
         elif wire_type in (_FIXED64, _FIXED32):
             size = 8 if wire_type == _FIXED64 else 4
+        elif wire_type == _GROUP:
+            # Engines skip what they do not know, also in this old form.
+            groups.append(number)
+            size = 0
+        elif wire_type == _END_GROUP and groups and groups.pop() == number:
+            size = 0
         else:
             raise Malformed
         position += size
         # Number 0 is illegal: a file of zeros would otherwise be a valid message, and take a long time.
         if position > end or number == 0:
             raise Malformed
-        yield number, value
+        if not groups and wire_type not in (_GROUP, _END_GROUP):
+            yield number, value
+    if groups:
+        raise Malformed
 
 
 def _varint(file: BinaryIO) -> Tuple[int, int]:

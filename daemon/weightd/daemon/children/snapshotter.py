@@ -25,7 +25,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 from weightd.daemon.children.meter import Meter
 from weightd.shared import signals
-from weightd.shared.modelfile import Model, ModelFileError, combined, identity, model_files, open_file
+from weightd.shared.modelfile import (
+    Model,
+    ModelFileError,
+    check_locations,
+    combined,
+    identity,
+    model_files,
+    open_file,
+)
 from weightd.shared.oom import go_before_the_daemon
 from weightd.shared.parent import die_with
 from weightd.shared.reach import OPERATOR, Grant
@@ -179,6 +187,8 @@ def take(
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
         copies = model_files(copy, own=True)
         original.check_same(copies)
+        if copy.suffix == ".mindir":
+            check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
         return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), origin)
 
