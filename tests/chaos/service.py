@@ -245,12 +245,12 @@ class Service:
     # --- from outside -------------------------------------------------------------------------------------------
 
     def children(self) -> set[int]:
-        """Return the processes of this daemon, and those of one before it, as far as their command line shows it."""
+        """Return the processes of this daemon, and those of one before it: their logs lie in its directories."""
         found = {pid for name, pid in self.front().items() if name != "daemon"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (entry / "cmdline").read_bytes()
-                ours = os.fsencode(self._runtime) in line or os.fsencode(self.cache) in line
+                ours = census.log(int(entry.name)).startswith((f"{self._runtime}/", f"{self.cache}/"))
                 if ours and any(program in line for program in _PROGRAMS):
                     found.add(int(entry.name))
         return found

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from testkit import mindir, models
+from testkit import census, mindir, models
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from testkit.waiting import until
@@ -373,9 +373,9 @@ def left_behind(runtime: Path, cache: Path) -> list[str]:
 
 
 def children_of(cache: Path) -> set[int]:
-    """Return the processes whose command line names the cache directory: what that daemon has started."""
+    """Return what a daemon with this cache directory has started: the log or the command line names the directory."""
     pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    return {pid for pid in pids if str(cache) in _command_line(pid)}
+    return {pid for pid in pids if census.log(pid).startswith(f"{cache}/") or str(cache) in _command_line(pid)}
 
 
 def _command_line(pid: int) -> str:

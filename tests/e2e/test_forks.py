@@ -57,7 +57,8 @@ def test_each_process_tells_how_it_came_to_be(service: Service, engine: str) -> 
     for each in everybody(service):
         stat = Path(f"/proc/{each.pid}/stat").read_text("ascii", "replace").rpartition(") ")[2].split()
         assert (int(stat[1]), int(stat[3])) == (service.pid, each.pid)
-        assert each.name.encode() in Path(f"/proc/{each.pid}/cmdline").read_bytes()
+        words = ["-m", "weightd.worker", "--role", each.role, "--parent", str(service.pid)]
+        assert Path(f"/proc/{each.pid}/cmdline").read_text().rstrip("\0").split("\0")[1:] == words
 
 
 def test_what_is_not_to_be_forked_is_spawned_and_tells_why(mlp: Path, questions: list[Question]) -> None:

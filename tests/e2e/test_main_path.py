@@ -198,8 +198,10 @@ def test_status_tells_the_truth(
     # The daemon is in the test's own control group.
     assert limits(status.memory) == limits(cgroup.memory())
     for each in generation.processes:
+        # Every user of the host may read it: it names no model.
         command = Path(f"/proc/{each.pid}/cmdline").read_bytes()
-        assert each.name.encode() in command.split(b"\0")
+        assert f"\0--role\0{each.role}\0".encode() in command
+        assert not any(name in command for name in (b"mlp", each.name.encode(), bytes(service.cache)))
 
 
 def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[Question]) -> None:

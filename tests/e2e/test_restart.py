@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from testkit import census
 from testkit.managed import ManagedService
 from testkit.waiting import until
 from weightd.client import Client, RequestError, Unavailable
@@ -154,7 +155,7 @@ def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
     service: ManagedService, questions: list[Question]
 ) -> None:
     before = who(service)
-    (keeper,) = children_of(service.cache) - set(before.values())
+    (keeper,) = census.keepers(service.cache)
     os.kill(keeper, signal.SIGKILL)
     with service.client() as client:
 
@@ -191,7 +192,7 @@ def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: 
 def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
     until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
     service.ready()
-    assert len(children_of(service.cache) - set(who(service).values())) == 1, "the keeper"
+    assert len(census.keepers(service.cache)) == 1
     service.restart(signal.SIGKILL)
     service.ready()
     os.kill(service.pid, signal.SIGTERM)

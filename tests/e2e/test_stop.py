@@ -80,7 +80,8 @@ def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
         # A library that loads may call another program: for a moment there is one process more.
-        children = until(lambda: _exactly(WORKERS + 1, children_of(place.cache)), "all are there")
+        # Besides the workers there are the holder and the fork server.
+        children = until(lambda: _exactly(WORKERS + 2, children_of(place.cache)), "all are there")
         with Watched(children) as watched:
             pending = submit(client, question, 40)
             to(daemon.pid, number)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ray import serve
 from ray.exceptions import RayActorError
 
-from testkit import models
+from testkit import census, models
 from testkit.census import families
 from testkit.memory import rollup
 from testkit.raynodes import Nodes
@@ -271,7 +271,7 @@ def test_what_serve_itself_gives_up_is_taken_back(slow: Nodes) -> None:
 
 
 def worker_of(guard: int) -> int:
-    (pid,) = (each for each in families([guard]) if b".w1\0" in Path(f"/proc/{each}/cmdline").read_bytes())
+    (pid,) = (each for each in families([guard]) if census.log(each).endswith(".w1.log"))
     return pid
 
 

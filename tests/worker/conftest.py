@@ -5,13 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Dict, Generator, List, Mapping, Optional, Tuple, Type, TypeVar
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Generator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+)
 
 import numpy as np
 import pytest
@@ -109,10 +123,14 @@ def native_log(tmp_path: Path) -> Callable[[], ContextManager[Path]]:
     return redirect
 
 
-def popen(command: List[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose output goes to the log."""
-    with log.open("ab") as file:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+def popen(
+    command: List[str], log: Path, environment: Mapping[str, str], arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start a process that reads its arguments from stdin, and whose output goes to the log."""
+    with log.open("ab") as file, tempfile.TemporaryFile() as stdin:
+        stdin.write(json.dumps([*arguments]).encode())
+        stdin.seek(0)
+        return subprocess.Popen(command, stdin=stdin, stdout=file, stderr=file, env=environment)
 
 
 class Daemon:
@@ -121,7 +139,7 @@ class Daemon:
     def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.directory = directory
         self.children: Dict[str, Any] = {}
-        self.popen: Callable[[List[str], Path, Mapping[str, str]], Any] = popen
+        self.popen: Callable[[List[str], Path, Mapping[str, str], Sequence[str]], Any] = popen
         self.parent = os.getpid()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -141,8 +159,8 @@ class Daemon:
         variables: Optional[Mapping[str, str]] = None,
     ) -> None:
         """Start a child; `more` are further arguments, `variables` of its environment."""
-        command = [sys.executable, "-m", "weightd.worker", *self.arguments(name, model, engine, device)]
-        self.launch(name, [*command, "--parent", str(parent or self.parent), *more], variables)
+        command = [sys.executable, "-m", "weightd.worker", "--parent", str(parent or self.parent)]
+        self.launch(name, command, variables, [*self.arguments(name, model, engine, device), *more])
 
     def arguments(self, name: str, model: Path, engine: str = ENGINE, device: str = "cpu") -> List[str]:
         """Return those of a child, but for its parent."""
@@ -150,12 +168,18 @@ class Daemon:
         arguments += ["--model", str(model), "--store", str(self.directory / "store")]
         return [*arguments, "--threads", "1", "--device", device]
 
-    def launch(self, name: str, command: List[str], variables: Optional[Mapping[str, str]] = None) -> None:
-        """Start a process, which finds what this one does."""
+    def launch(
+        self,
+        name: str,
+        command: List[str],
+        variables: Optional[Mapping[str, str]] = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """Start a process, which finds what this one does, and reads its arguments from stdin."""
         environment = {**os.environ, **(variables or {})}
         path = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        self.children[name] = self.popen(command, self.directory / f"{name}.log", environment)
+        self.children[name] = self.popen(command, self.directory / f"{name}.log", environment, arguments)
 
     def tell(self, name: str, order: object, *frames: Any) -> None:
         """Send an order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import shutil
@@ -326,10 +327,11 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     sample.write_bytes(b"a sample")
     scene.backend.pins = True
     table = replace(scene.table, path=str(file), devices=("cpu",), canary=str(sample), canary_tolerance=0.25)
-    started: list[Sequence[str]] = []
+    children: list[list[str]] = []
 
     def start(argv: Sequence[str], *more: Any, **named: Any) -> processes.Process:
-        started.append(argv)
+        if "weightd.worker" in argv:
+            children.append(json.loads(named["order"]))
         return original(argv, *more, **named)
 
     original = processes.start
@@ -339,7 +341,6 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     while WORKER not in scene.backend.processes:
         scene.loop.wait(30)
     sample.write_bytes(b"another")
-    children = [argv for argv in started if "weightd.worker" in argv]
     assert len(children) == 2
     for argv in children:
         assert Path(argv[argv.index("--sample") + 1]).read_bytes() == b"a sample"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from weightd.daemon.generations.actions import Role
 FILES = GenerationFiles(Path("/private/m.1"))
 PLAIN = Program("/python", "onnxruntime", "/m.onnx", "cpu")
 ALWAYS = (
-    "/python -m weightd.worker --address ipc://s --name m.1.w1 --role worker --engine onnxruntime --model /m.onnx "
+    "--address ipc://s --name m.1.w1 --role worker --engine onnxruntime --model /m.onnx "
     "--threads 1 --device cpu --store /private/m.1/pages"
 )
 
@@ -35,19 +36,26 @@ ALWAYS = (
 def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str) -> None:
     program = replace(PLAIN, **change)
     child = launch.child(program, "m.1.w1", Role.WORKER, "ipc://s", FILES)
-    assert (child.name, " ".join(child.argv), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
+    assert (child.name, " ".join(child.arguments), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
 
 
 @pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --users 3 --template"), (Role.WORKER, "")])
 def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
     child = launch.child(replace(PLAIN, may_be_template=True, users=3), "m.1.w1", role, "ipc://s", FILES)
-    assert " ".join(child.argv) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
+    assert " ".join(child.arguments) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
 
 
 def test_a_child_that_is_not_forked_tells_why() -> None:
     child = launch.child(PLAIN, "m.1.w1", Role.WORKER, "ipc://s", FILES)
-    assert child.because("no reason").argv == [*child.argv, "--origin-note", "no reason"]
-    assert child.because("no reason").command == ["/python", "-m", "weightd.worker"]
+    assert child.because("no reason").arguments == [*child.arguments, "--origin-note", "no reason"]
+    assert child.because("no reason").command == child.command
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_command_line_names_no_model(role: Role) -> None:
+    child = launch.child(replace(PLAIN, weights="/w.npz", sample="/s.npz"), "m.1.w1", role, "ipc://s", FILES)
+    assert child.of(7).command == ["/python", "-m", "weightd.worker", "--role", role.value, "--parent", "7"]
+    assert json.loads(child.order) == child.arguments
 
 
 def test_the_environment_is_the_daemons_unless_another_is_given_and_keeps_a_process_to_one_thread() -> None:

@@ -56,7 +56,7 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     files.create(table)
     told = Meeting(0, 2, 120, 68, table="/given.json")
     program = Program("/python", "mindspore", "/m", "cpu", meeting=told, table=table)
-    argv = launch.child(program, "m.1.rank0", Role.RANK, "ipc://s", files).argv
+    argv = launch.child(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
     expected = told._replace(table=str(files.table)) if table else told
     assert Meeting.from_json(argv[argv.index("--ranks") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])

@@ -12,6 +12,7 @@ They are forked from one that has imported everything and used nothing, so that 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, List, Mapping, Optional
+from typing import Any, List, Mapping, Optional, Sequence
 
 from ascendsim.host import Host, environment
 
@@ -92,9 +93,14 @@ class Nursery:
         self._programs.append(program)
         return program
 
-    def popen(self, command: List[str], log: Path, variables: Mapping[str, str]) -> Forked:
-        """Run [python, "-m", module, ...] as `subprocess.Popen` would, but forked; its output goes to the log."""
-        return Forked(self, self.ask((command[2:], str(log), dict(variables))))
+    def popen(
+        self, command: List[str], log: Path, variables: Mapping[str, str], arguments: Sequence[str] = ()
+    ) -> Forked:
+        """Run [python, "-m", module, ...] as `subprocess.Popen` would, but forked; its output goes to the log.
+
+        The program reads `arguments` from stdin, as a JSON list.
+        """
+        return Forked(self, self.ask((command[2:], str(log), dict(variables), json.dumps([*arguments]))))
 
     def ask(self, request: object) -> int:
         """What the process behind it answers: a pid for the arguments of a program, its exit status for a pid."""

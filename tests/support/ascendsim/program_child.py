@@ -11,6 +11,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -133,11 +134,15 @@ def serve(stream: Any) -> None:
         stream.flush()
 
 
-def become(command: List[str], log: str, variables: Dict[str, str]) -> None:
+def become(command: List[str], log: str, variables: Dict[str, str], arguments: str = "") -> None:
     """Be a program of its own: a module with its arguments, or one that serves at an address."""
     os.environ.update(variables)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     os.dup2(2, 1)
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(arguments.encode())
+        stdin.seek(0)
+        os.dup2(stdin.fileno(), 0)
     module, *sys.argv[1:] = command
     if module:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -147,7 +152,7 @@ def become(command: List[str], log: str, variables: Dict[str, str]) -> None:
         serve(connection.makefile("rwb"))
 
 
-def fork(request: Tuple[List[str], str, Dict[str, str]]) -> int:
+def fork(request: Tuple[Any, ...]) -> int:
     """Start a program, which does not outlive this one, not even if it hangs."""
     pid = os.fork()
     if pid == 0:

@@ -45,6 +45,14 @@ def role(pid: int) -> str:
     return next((name for sign, name in _ROLES.items() if sign in seen), "other")
 
 
+def log(pid: int) -> str:
+    """Return the path of the file to which a process writes its errors; "" where that is not known."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/2")
+    except OSError:
+        return ""
+
+
 def _pids() -> List[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]  # noqa: PTH208 - there are hundreds
 

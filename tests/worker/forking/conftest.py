@@ -87,13 +87,16 @@ class Forking:
         self._listener.bind(f"{daemon.runtime}/lanes.lane")
         self._listener.listen()
         self.variables = {**ONE_THREAD, **variables}
-        daemon.launch("server", self.command(os.getpid()), self.variables)
+        daemon.launch("server", self.command(os.getpid()), self.variables, self.arguments())
         self.server = self.accept()
 
     def command(self, parent: int) -> List[str]:
         """Return that of a fork server."""
-        command = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--address", self.address]
-        return [*command, "--name", "server", "--parent", str(parent)]
+        return [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--parent", str(parent)]
+
+    def arguments(self) -> List[str]:
+        """Return what a fork server reads from stdin."""
+        return ["--address", self.address, "--name", "server"]
 
     def accept(self) -> Lane:
         """Wait for the next lane."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -29,7 +30,9 @@ ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "on
 # Starts the server as its own, tells its pid, and waits.
 PARENT = """
 import os, subprocess, sys
-server = subprocess.Popen([*sys.argv[1:], "--parent", str(os.getpid())])
+server = subprocess.Popen([*sys.argv[1:], "--parent", str(os.getpid())], stdin=subprocess.PIPE)
+server.stdin.write(sys.stdin.buffer.readline())
+server.stdin.close()
 print(server.pid, flush=True)
 sys.stdin.readline()
 """
@@ -82,6 +85,9 @@ def test_all_end_with_their_parent(served: Start, model: Model) -> None:
         command = [sys.executable, "-c", PARENT, *forking.command(0)[:-2]]
         environment = {**os.environ, **forking.variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment) as parent:
+            assert parent.stdin
+            parent.stdin.write(json.dumps(forking.arguments()).encode() + b"\n")
+            parent.stdin.flush()
             lane = forking.accept()
             arguments = (*forking.daemon.arguments("w", model("relu")), "--address", forking.address)
             lane.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
@@ -107,14 +113,14 @@ def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_
 
 
 def test_where_nobody_listens_it_ends(daemon: Daemon) -> None:
-    daemon.launch("server", command(daemon))
+    daemon.launch("server", command(), None, arguments(daemon))
     assert daemon.children["server"].wait(60) == exits.FAILED
     assert f"{daemon.runtime}/children.lane: nobody listens" in daemon.log("server")
 
 
 def test_one_without_its_library_says_so(daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
-    daemon.launch("server", command(daemon), {"PYTHONPATH": str(tmp_path)})
+    daemon.launch("server", command(), {"PYTHONPATH": str(tmp_path)}, arguments(daemon))
     assert daemon.children["server"].wait(60) == exits.NO_ENGINE
     assert f"{sys.executable}: numpy.ndarray size changed" in daemon.log("server")
 
@@ -145,7 +151,10 @@ def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
     forking.lane("after").hear(Hello)
 
 
-def command(daemon: Daemon) -> List[str]:
-    """That of a server which has nobody to listen."""
-    begin = [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--name", "server"]
-    return [*begin, "--address", f"ipc://{daemon.runtime}/children", "--parent", str(os.getpid())]
+def command() -> List[str]:
+    return [sys.executable, "-m", "weightd.worker.forkserver", "--engine", ENGINE, "--parent", str(os.getpid())]
+
+
+def arguments(daemon: Daemon) -> List[str]:
+    """Those of a server which has nobody to listen."""
+    return ["--name", "server", "--address", f"ipc://{daemon.runtime}/children"]

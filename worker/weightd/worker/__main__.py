@@ -18,7 +18,7 @@ from weightd.worker import arguments, child, exits
 
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
-    return child.run(arguments.parse(), child.begin())
+    return child.run(arguments.parse(arguments.given()), child.begin())
 
 
 if __name__ == "__main__":

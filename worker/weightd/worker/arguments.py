@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from typing import Any, Dict, List, Optional, Sequence, Tuple, cast
+import os
+import sys
+from typing import Any, Dict, List, Sequence, Tuple, cast
 
 from weightd.shared.oom import ABOVE_DAEMON
 from weightd.worker.engines import ENGINES, RANK_ENGINES
@@ -14,8 +16,8 @@ from weightd.worker.engines.errors import BuildError
 PROGRAM = ("-m", "weightd.worker")
 
 
-def parse(words: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    """Return the arguments; those of this process, if none are given.
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments.
 
     Raises:
         SystemExit: they are not such; the words are on stderr.
@@ -57,16 +59,26 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def ordered(words: Sequence[str], name: str, role: str) -> List[str]:
-    """Return the arguments with name and role first: of a long command line the end may not be seen."""
-    rest: List[str] = []
-    pairs = iter(words)
-    for word in pairs:
-        if word in ("--name", "--role"):
-            next(pairs, "")
-        else:
-            rest.append(word)
-    return ["--name", name, "--role", role, *rest]
+def given() -> List[str]:
+    """Return the arguments that this process reads from stdin, a JSON list, and those of its command line.
+
+    Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty.
+
+    Raises:
+        SystemExit: stdin has no such list.
+    """
+    with open(0, "rb", closefd=False) as file:
+        content = file.read()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    try:
+        words: Any = json.loads(content)
+    except ValueError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(List[Any], words)):
+        raise SystemExit("stdin: expected the arguments as a JSON list of strings; weightd starts this process")
+    return [*cast(List[str], words), *sys.argv[1:]]
 
 
 def options(text: str) -> Dict[str, Any]:

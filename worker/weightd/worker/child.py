@@ -121,7 +121,8 @@ def ready(
     """
     words = [*words, "--parent", str(parent)]
     arguments = words_of.parse(words)
-    command = [shown.first_word, *words_of.PROGRAM, *words_of.ordered(words, arguments.name, arguments.role)]
+    # Every user of the host may read it: it names no model.
+    command = [shown.first_word, *words_of.PROGRAM, "--role", arguments.role, "--parent", str(parent)]
 
     def live() -> int:
         sys.argv = [sys.argv[0], *words]

@@ -43,7 +43,7 @@ _ROLE = "holder"
 
 def main() -> int:
     """Fork until the daemon has gone; return the exit status."""
-    arguments = _parser().parse_args()
+    arguments = _parser().parse_args(words_of.given())
     beginning = child.begin()
     child.belong(_ROLE, arguments.parent, beginning)
     forker = child.forker(arguments.parent, beginning)

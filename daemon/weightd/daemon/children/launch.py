@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +69,8 @@ class Launch:
 
     Attributes:
         name: no other child that runs has it.
-        command: the interpreter, and what it runs.
-        arguments: of that, but for who is the parent.
+        command: the interpreter, and what it runs. Every user of the host may read it: it names no model.
+        arguments: of that, but for who is the parent; the process reads them from stdin.
         log: where its output goes.
         environment: all of it.
         by_lane: whether it speaks over its lane alone, however it comes to be.
@@ -82,10 +83,14 @@ class Launch:
     environment: Mapping[str, str]
     by_lane: bool = False
 
+    def of(self, parent: int) -> Launch:
+        """Return the same for a process of this parent."""
+        return replace(self, command=[*self.command, "--parent", str(parent)])
+
     @property
-    def argv(self) -> Sequence[str]:
-        """All of it."""
-        return [*self.command, *self.arguments]
+    def order(self) -> bytes:
+        """What the process reads from stdin."""
+        return json.dumps([*self.arguments]).encode()
 
     def because(self, why: str) -> Launch:
         """Return the same for a process that tells why it was not forked."""
@@ -121,8 +126,8 @@ def _why_spawned(config: ModelConfig) -> str:
 
 def fork_server(python: str, engine: str, name: str, address: str, log: Path) -> Launch:
     """Return how the process is started of which others are forked that run this engine."""
-    command = [python, "-m", "weightd.worker.forkserver"]
-    arguments = ["--engine", engine, "--address", address, "--name", name]
+    command = [python, "-m", "weightd.worker.forkserver", "--engine", engine]
+    arguments = ["--address", address, "--name", name]
     return Launch(name, command, arguments, log, _environment(None, log), by_lane=True)
 
 
@@ -132,7 +137,7 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     Args:
         program: what it runs.
         name: of the child, under which it connects.
-        role: for who looks at its command line.
+        role: what it is for; its command line shows it.
         address: where it connects.
         files: where its log is, the page store that a holder may write, and the rank table.
     """
@@ -157,7 +162,7 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     if role is Role.HOLDER:
         argv += ["--users", str(program.users)] if program.users else []
         argv += ["--template"] if program.may_be_template else []
-    command, log = [program.python, "-m", "weightd.worker"], files.log(name)
+    command, log = [program.python, "-m", "weightd.worker", "--role", role.value], files.log(name)
     is_template = program.may_be_template and role is Role.HOLDER
     return Launch(name, command, argv, log, _environment(program.environment, log), by_lane=is_template)
 

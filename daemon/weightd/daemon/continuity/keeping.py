@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 from collections.abc import Collection
@@ -106,7 +105,7 @@ class Keeping:
             self._keeper.close()
 
     def _child(self, launch: Launch) -> Launch:
-        return dataclasses.replace(launch, arguments=[*launch.arguments, "--parent", str(self.pid)])
+        return launch.of(self.pid)
 
     def _inherit(self, descriptor: int) -> Keeper | None:
         try:

@@ -21,10 +21,11 @@ HELLO = Hello("4711", "5" * 64, {}, Traits(False, False, False))
 
 # What each program begins with: `say` sends a frame to the daemon.
 PROGRAM = f"""
-import os, sys, time
+import json, os, sys, time
 sys.path[:0] = {sys.path!r}
 import zmq
-def argument(name): return sys.argv[sys.argv.index(name) + 1]
+words = json.load(sys.stdin)
+def argument(name): return words[words.index(name) + 1]
 socket = zmq.Context.instance().socket(zmq.DEALER)
 socket.setsockopt(zmq.ROUTING_ID, argument("--name").encode())
 socket.connect(argument("--address"))

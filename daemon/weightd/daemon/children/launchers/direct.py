@@ -17,7 +17,7 @@ class Direct:
     """A `Launcher` that starts them itself."""
 
     def start(self, launch: Launch) -> Process:  # noqa: D102
-        return processes.start([*launch.argv, "--parent", str(os.getpid())], launch.log, launch.environment)
+        return processes.start(launch.of(os.getpid()).command, launch.log, launch.environment, order=launch.order)
 
     def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
         return processes.adopt(pid, log)

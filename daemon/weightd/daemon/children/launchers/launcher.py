@@ -22,7 +22,7 @@ class Launcher(Protocol):
     """Starts holders and workers, and knows those that a daemon before this one has had started."""
 
     def start(self, launch: Launch) -> Process:
-        """Start a child in a session of its own; it learns its parent's pid by `--parent`.
+        """Start a child in a session of its own; it learns its parent's pid by `--parent`, all else from stdin.
 
         Raises:
             OSError: it cannot be started.

@@ -362,7 +362,7 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     within = process.Keeper()
     pids = [
-        within.answer({"start": str(number), "argv": SLEEP, "log": "log", "environment": {}})["pid"]
+        within.answer({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})["pid"]
         for number in range(3)
     ]
     killed: list[int] = []

@@ -107,8 +107,8 @@ class Keeper:
         Raises:
             OSError: it cannot be started.
         """
-        request = {"start": launch.name, "argv": list(launch.argv), "log": str(launch.log)}
-        answer = self._ask({**request, "environment": dict(launch.environment)})
+        request = {"start": launch.name, "argv": list(launch.command), "stdin": launch.order.decode()}
+        answer = self._ask({**request, "log": str(launch.log), "environment": dict(launch.environment)})
         return self.watch(Kept(answer["pid"], launch.name, launch.log))
 
     def adopt(self, name: str, pid: int, log: Path) -> Process:

@@ -3,7 +3,7 @@
 It imports little, so that it stays small, and does little, so that it never has to be replaced. It answers one request
 at a time:
 
-    {"start": NAME, "argv": [...], "log": PATH, "environment": {...}}    {"pid": PID}
+    {"start": NAME, "argv": [...], "stdin": TEXT, "log": PATH, "environment": {...}}                     {"pid": PID}
     {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
     {"watch": PID}             the answer carries a descriptor that becomes readable when the child exits {"pid": PID}
     {"strays": SESSION}        ends what was forked and not adopted, of this session or, with 0, of any
@@ -60,7 +60,7 @@ class Keeper:
         """Do what is asked."""
         try:
             if "start" in request:
-                pid = _start(request["argv"], request["log"], request["environment"])
+                pid = _start(request["argv"], request["stdin"], request["log"], request["environment"])
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
             if "adopt" in request:
@@ -116,15 +116,18 @@ def _end(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def _start(argv: list[str], log: str, environment: dict[str, str]) -> int:
+def _start(argv: list[str], order: str, log: str, environment: dict[str, str]) -> int:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # Not by the command line, which every user of the host may read.
+    stdin = os.memfd_create("weightd-order", os.MFD_CLOEXEC)
     try:
+        _write(stdin, order.encode())
         return os.posix_spawnp(
             argv[0],
             argv,
             environment,
             file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, stdin, 0),
                 (os.POSIX_SPAWN_DUP2, output, 1),
                 (os.POSIX_SPAWN_DUP2, output, 2),
             ],
@@ -132,7 +135,15 @@ def _start(argv: list[str], log: str, environment: dict[str, str]) -> int:
             setsigdef=_DEFAULT_SIGNALS,
         )
     finally:
+        os.close(stdin)
         os.close(output)
+
+
+def _write(memory: int, content: bytes) -> None:
+    """Write to a file in memory, and go back to its begin."""
+    with open(memory, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(memory, 0, os.SEEK_SET)
 
 
 def _remove(path: str) -> None:
