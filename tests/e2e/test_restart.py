@@ -92,7 +92,8 @@ class Customers:
 def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
     first = service.manager.wait_until_told("READY=1")
     loading = [each for each in service.manager.told[:first] if each.startswith("STATUS=")]
-    assert any("mlp: attaching" in each for each in loading), service.manager.told
+    assert any("1 model is attaching" in each for each in loading), service.manager.told
+    assert not any("mlp" in each for each in service.manager.told)
     assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.manager.told[:first])
     service.manager.wait_until_told("WATCHDOG=1")
     service.manager.wait_until_told("STATUS=serving 1 models from 2 workers")

@@ -184,6 +184,28 @@ def reaps_and_stops(program: Weightd, how: str, seconds: str, status: int = 0) -
     assert "Traceback" not in program.log
 
 
+def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_engine_reads(
+    mlp: Path, tmp_path: Path
+) -> None:
+    tables = {"private": {"path": mlp, "workers": 1}, "spawned": {"path": mlp, "workers": 1, "start": "spawn"}}
+    env = {"A_PASSWORD": "secret", "A_LIBRARY_HOME": "/somewhere", "ASCEND_HOME_PATH": "/none"}
+    more = {"pass_environment": ["A_LIBRARY_*"]}
+    with ManagedService(tables, env=env, daemon=more) as service:
+        service.ready()
+        roles = service.roles()
+        assert {"keeper", "zygote", "gate", "worker", "fork server"} <= {*roles.values()}
+        children = [pid for pid in roles if pid != service.pid]
+        for pid in children:
+            for name in ("cmdline", "comm"):
+                seen = Path(f"/proc/{pid}/{name}").read_text("utf-8", "replace")
+                assert not any(each in seen for each in ("private", "spawned", "mlp", ".onnx")), (pid, name)
+            seen = Path(f"/proc/{pid}/environ").read_text("utf-8", "replace")
+            # The zygote and its gates are forked from the daemon: the kernel shows what that was started with.
+            if roles[pid] not in ("zygote", "gate"):
+                inherited = [name for name in env if name in seen]
+                assert inherited == ["A_LIBRARY_HOME", "ASCEND_HOME_PATH"], roles[pid]
+
+
 def test_weightctl_ends_as_it_is_told(mlp: Path, place: Place) -> None:
     with place.serve({"mlp": {"path": mlp, "workers": 1}}) as daemon:
         daemon.wait_for("listens on")

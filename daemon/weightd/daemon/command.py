@@ -20,7 +20,7 @@ from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
 from weightd.daemon.gate.zygote import Zygote
-from weightd.daemon.host import logs
+from weightd.daemon.host import environment, logs
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.server import Server
 from weightd.protocol.schema import label
@@ -62,7 +62,9 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 def _serve(options: argparse.Namespace) -> int:
     manager = Manager(os.environ)
     file = ConfigFile((options.config or default_path()).absolute(), manager)
-    return Server(file.begin(), file, manager, zygote=options.zygote).run()
+    config = file.begin()
+    environment.reduce(os.environ, config.daemon.pass_environment)
+    return Server(config, file, manager, zygote=options.zygote).run()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -85,6 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         for problem in error.problems:
             logs.complain(_of_argument(problem, name))
         return exits.USAGE
+    environment.reduce(os.environ)
     return Server(config, one_shot=_command(config.daemon.socket, name), zygote=options.zygote).run()
 
 
@@ -126,6 +129,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.load:
         from weightd.daemon.doctor.trial.loading import failures  # noqa: PLC0415 - the daemon itself has no use for it
 
+        environment.reduce(os.environ, config.daemon.pass_environment)
         for problem in failures({name: model for name, model in config.models.items() if not wrong[name]}):
             loads = False
             logs.complain(f"{options.config}: {problem}")

@@ -12,7 +12,7 @@ from weightd.daemon.config.defaults import Unit, default_cache_dir, default_runt
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, integer, number
+from weightd.protocol.schema import FieldError, integer, many, number, text
 from weightd.shared import paths
 from weightd.shared.tables import MAX_SECONDS, Problems
 from weightd.shared.userpaths import user_path
@@ -70,6 +70,10 @@ class DaemonConfig:
     metrics: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
     Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
+
+    pass_environment: tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_NAME_BYTES), 256))
+    """Further environment variables that workers get, by name or, with * at the end, by how the name begins. They get
+    those that engines read, and no others."""
 
     @property
     def user_limits(self) -> Limits:

@@ -5,6 +5,7 @@ Plain decisions, fed with the clock: assignments of sd_notify(3) come out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from weightd.daemon.generations.life import Life
@@ -27,6 +28,8 @@ _SIGNS = 3
 
 # systemd ignores a datagram of more than 4096 bytes, whatever else is in it.
 _STATUS_BYTES = 1024
+
+_NOTE = "the configuration file is not in force, see weightctl status"
 
 
 class Herald:
@@ -64,7 +67,10 @@ class Herald:
     def look(
         self, models: Iterable[Model], now: float, note: str = "", far: Callable[[Life], str] = lambda _: ""
     ) -> list[str]:
-        """Return what is to be told now, for people with `note` before all else, and how far each is that loads."""
+        """Return what is to be told now: for people whether there is a `note`, and how far models are that load.
+
+        Every user of the host may read the status text of systemd: it names no model, path or cause.
+        """
         models = list(models)
         told: list[str] = []
         required = [model for model in models if model.config.required]
@@ -79,7 +85,7 @@ class Herald:
         if self.ready and now >= self._next_sign and all(self._lives(model, stuck, now) for model in required):
             self._next_sign = now + self._sign_interval
             told.append("WATCHDOG=1")
-        status = clip(flat("; ".join([*filter(None, [note]), *_doing(models, far)])), _STATUS_BYTES)
+        status = clip(flat("; ".join([*([_NOTE] if note else []), *_doing(models, far)])), _STATUS_BYTES)
         if status != self._status:
             self._status = status
             told.append(f"STATUS={status}")
@@ -121,6 +127,7 @@ def _has_workers(model: Model) -> bool:
 
 
 def _doing(models: Iterable[Model], far: Callable[[Life], str]) -> Iterator[str]:
+    others: Counter[str] = Counter()
     serving = 0
     workers = 0
     for model in models:
@@ -128,8 +135,9 @@ def _doing(models: Iterable[Model], far: Callable[[Life], str]) -> Iterator[str]
             main = deployment.main
             where = "" if main.device == CPU else f" on {main.device}"
             if main.progress != "serving":
-                doing = ", ".join(filter(None, [main.progress + where, far(main)]))
-                yield f"{model.name}: {doing}{f' ({main.cause})' if main.cause else ''}"
+                others[", ".join(filter(None, [main.progress + where, far(main)]))] += 1
         serving += model.serves
         workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
+    for doing, count in others.items():
+        yield f"{count} {'model is' if count == 1 else 'models are'} {doing}"
     yield f"serving {serving} models from {workers} workers"

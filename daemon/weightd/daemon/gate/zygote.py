@@ -21,7 +21,7 @@ from typing import NoReturn
 from weightd.daemon.gate import link, process
 from weightd.daemon.gate.confinement import name_process
 from weightd.daemon.gate.gate import LINGER_S
-from weightd.daemon.host import clock
+from weightd.daemon.host import clock, environment
 from weightd.shared import signals
 from weightd.shared.parent import die_with, without_interrupts
 from weightd.shared.stream import Stream
@@ -125,6 +125,7 @@ def main() -> None:
 def _become(body: Callable[[], None], *kept: int) -> NoReturn:
     """Be another process from here on, which has nothing of this one but its log and these descriptors."""
     status = 1
+    environment.reduce(os.environ)
     try:
         # Its descriptor is closed here, and its number may go to another file.
         signal.set_wakeup_fd(-1)
