@@ -272,14 +272,14 @@ def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_
     assert server._reader.start.call_count == 2
     path.write_text("[models")
     tell(read_file(path))
-    assert [call.args[1] for call in server._frontend.tell_error.call_args_list] == ["3"]
+    assert [call.args[1] for call in server._frontend.tell_failed.call_args_list] == ["3"]
     server._read_config()
     assert server._reader.start.call_count == 2
     # A process that cannot be started is an answer, too.
     server._reader.start.side_effect = OSError(11, "Resource temporarily unavailable")
     server.ask_reload(b"client", "4")
     server._read_config()
-    assert "cannot start the process" in str(server._frontend.tell_error.call_args.args[2])
+    assert "cannot start the process" in str(server._frontend.tell_failed.call_args.args[2])
     for each in range(16):
         server.ask_reload(b"client", f"more {each}")
     with pytest.raises(ResourceExhausted):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def ben(service: Service, crowd: Mapping[int, User]) -> User:
     return crowd[BOB]
 
 
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user may search, unlike those of pytest."""
+    with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
+        Path(directory).chmod(0o711)
+        yield Path(directory)
+
+
 def bounded(service: Service, **bounds: object) -> None:
     service.reload(tenants={**TENANTS, "ann": {**ANN, **bounds}})
 
@@ -142,36 +151,6 @@ def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -
     with pytest.raises(PermissionDenied, match="tenant ann may not ask models"):
         ann.ask("infer", "slow", SOME)
     assert len(ann.ask("status").tenants) > 1
-
-
-def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_directories(
-    service: Service, ben: User, tmp_path: Path
-) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:3]):
-        directory.chmod(directory.stat().st_mode | 0o011)
-    private, given = tmp_path / "private", tmp_path / "given"
-    for each in (private, given):
-        each.mkdir()
-        models.negated(each / "m.onnx").chmod(0o600)
-    for path in (private / "m.onnx", given / "m.onnx"):
-        with pytest.raises(FailedPrecondition, match=rf"m\.onnx: uid {BOB}, who names it .* may not read m\.onnx"):
-            ben.ask("update", "fatal", str(path))
-    # Whether there are files in a directory of others is not told.
-    private.chmod(0o700)
-    texts: list[str] = []
-    for name in ("m.onnx", "none.onnx"):
-        with pytest.raises(FailedPrecondition) as caught:
-            ben.ask("update", "fatal", str(private / name))
-        texts.append(str(caught.value).replace(name, ""))
-    assert texts[0] == texts[1]
-    service.reload(tenants={**TENANTS, "ben": {**BEN, "model_dirs": [str(given)]}})
-    assert ben.ask("update", "fatal", str(given / "m.onnx")).path == str(given / "m.onnx")
-    with pytest.raises(FailedPrecondition, match="may not enter private"):
-        ben.ask("update", "fatal", str(private / "m.onnx"))
-    readable = models.negated(tmp_path / "readable.onnx")
-    readable.chmod(0o644)
-    assert ben.ask("update", "fatal", str(readable)).path == str(readable)
-    assert ben.ask("update", "fatal", rollback=True).path == str(given / "m.onnx")
 
 
 def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(
@@ -343,3 +322,44 @@ def test_long_requests_over_zeromq_leave_one_worker_to_another_tenant(
         ann.end()
     # Without a worker left to it, some of them wait for a second and more.
     assert sum(took) < 0.5, took
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+# Last: after a pause in which no other tenant asks, a worker is given requests ahead, which the tests of quotas count.
+
+
+def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_directories(
+    service: Service, ben: User, open_directory: Path
+) -> None:
+    private, given = open_directory / "private", open_directory / "given"
+    for each in (private, given):
+        each.mkdir()
+        models.negated(each / "m.onnx").chmod(0o600)
+    for path in (private / "m.onnx", given / "m.onnx"):
+        with pytest.raises(FailedPrecondition, match=rf"m\.onnx: uid {BOB}, who names it .* may not read m\.onnx"):
+            ben.ask("update", "fatal", str(path))
+    # Whether there are files in a directory of others is not told.
+    private.chmod(0o700)
+    texts: list[str] = []
+    for name in ("m.onnx", "none.onnx"):
+        with pytest.raises(FailedPrecondition) as caught:
+            ben.ask("update", "fatal", str(private / name))
+        texts.append(str(caught.value).replace(name, ""))
+    assert texts[0] == texts[1]
+    service.reload(tenants={**TENANTS, "ben": {**BEN, "model_dirs": [str(given)]}})
+    assert ben.ask("update", "fatal", str(given / "m.onnx")).path == str(given / "m.onnx")
+    with pytest.raises(FailedPrecondition, match="may not enter private"):
+        ben.ask("update", "fatal", str(private / "m.onnx"))
+    readable = models.negated(open_directory / "readable.onnx")
+    readable.chmod(0o644)
+    assert ben.ask("update", "fatal", str(readable)).path == str(readable)
+    assert ben.ask("update", "fatal", rollback=True).path == str(given / "m.onnx")
+    # The audit log has it, for who may see events.
+    text = "\n".join(each.text for each in ben.ask("events").events if each.text.startswith("audit "))
+    who = f'user="uid {BOB}" tenant="ben" model="fatal"'
+    assert f'audit action="update" result="failed" {who} path="{private}/m.onnx" detail="not updated: ' in text
+    assert f'audit action="load" result="ok" user="uid {BOB}" model="fatal" path="{given}/m.onnx" sha256="' in text
+    assert f'audit action="update" result="ok" {who} path="{given}/m.onnx"' in text
+    assert f'audit action="rollback" result="ok" {who}' in text
+    assert 'audit action="reload" result="ok" user="uid 0" tenant="(operators)"' in text

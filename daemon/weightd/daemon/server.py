@@ -38,7 +38,7 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.host import clock
+from weightd.daemon.host import audit, clock
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import INTERRUPT
 from weightd.daemon.host.crowding import allow_descriptors
@@ -501,8 +501,12 @@ class Server:
             self._hung_up(error, tell=tell)
 
     def _hung_up(self, outcome: Change | RequestError, *, tell: bool) -> None:
+        entry = audit.Entry("reload", audit.OPERATOR)
         if isinstance(outcome, RequestError):
             _log.error("not reloaded, nothing has changed: %s", outcome)
+            audit.write(entry, audit.FAILED, str(outcome))
+        else:
+            audit.write(entry, audit.OK)
         if tell:
             self._manager.notify("READY=1")
 
@@ -516,7 +520,7 @@ class Server:
 
     def _answer_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
         if isinstance(outcome, RequestError):
-            self._frontend.tell_error(client, request_id, outcome)
+            self._frontend.tell_failed(client, request_id, outcome)
         else:
             self._frontend.tell_reloaded(client, ReloadResponse(request_id, *outcome))
 

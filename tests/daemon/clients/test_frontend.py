@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType, SimpleNamespace
@@ -26,7 +28,7 @@ from weightd.protocol.codec import Decoder, decode, encode, request_items
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Built, Result
-from weightd.protocol.messages.control import ModelMetadata, ServerReady, Update
+from weightd.protocol.messages.control import ModelMetadata, Reload, ServerReady, Update, UpdateResponse
 from weightd.protocol.messages.data import (
     Cancel,
     Error,
@@ -246,6 +248,45 @@ def test_who_may_update_a_model_and_to_what(world: World, may_operate: bool, pat
     assert world.refusals(client, 1) == [("u", code)]
     if code == "UNAVAILABLE":
         assert world.model.grant == OPERATOR
+
+
+def audited(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.name == "weightd.audit"]
+
+
+def test_a_refused_right_is_in_the_audit_log(caplog: pytest.LogCaptureFixture) -> None:
+    world = World({"ann": TenantConfig(user_ids=(1001,), may=("status",))})
+    client, stranger = world.client(is_near=True, uid=1001), world.client(is_near=True, uid=1002)
+    for message in (Update("u", "m\n", "/m.onnx"), Infer("i", RequestDescription("m", ())), Reload("r")):
+        client.stream.send(encode(message))
+        assert [code for _, code in world.refusals(client, 1)] == ["PERMISSION_DENIED"]
+    stranger.stream.send(encode(ServerReady("s")))
+    assert [code for _, code in world.refusals(stranger, 1)] == ["UNAUTHENTICATED"]
+    first, second = audited(caplog)
+    begin = 'audit action="update" result="refused" user="process 0" tenant="ann" model="m\\n" path="/m.onnx" detail="'
+    assert first.startswith(begin)
+    assert second.startswith('audit action="server_ready" result="refused" user="process 1" detail="')
+    world.close()
+
+
+def test_an_update_is_in_the_audit_log_when_it_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    world = World()
+    begun: list[str] = []
+    client = world.client(may_operate=True, is_near=True)
+    world.model.update = lambda client, request_id, *_, **__: begun.append(request_id)  # type: ignore[assignment, misc]
+    for request_id in ("one", "two", "two"):
+        client.stream.send(encode(Update(request_id, "m", "/m.onnx")))
+    # An id that is in use cannot hide what is done under it.
+    assert world.refusals(client, 1) == [("two", "INVALID_ARGUMENT")]
+    assert begun == ["one", "two"]
+    [key] = {key for key, _ in world.frontend._begun}
+    world.frontend.tell_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
+    world.frontend.tell_failed(key, "two", Unavailable("not updated: no room"))
+    assert re.findall(r'result="(\w+)"', "".join(audited(caplog))) == ["refused", "ok", "failed"]
+    assert audited(caplog)[2].endswith('path="/m.onnx" detail="not updated: no room"')
+    assert not world.frontend._begun
+    world.close()
 
 
 def test_a_tenant_names_files_by_its_own_right() -> None:

@@ -170,6 +170,9 @@ class FakeHost:
     def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         self.updated.append(response)
 
+    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.tell_error(client, request_id, error)
+
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         self.errors.append((request_id, error.code, str(error)))
 

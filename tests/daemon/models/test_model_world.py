@@ -292,6 +292,9 @@ class ModelWorld(RuleBasedStateMachine):
         assert [each.number for each in serving if each is not None] == list(response.generations)
         self.replies[response.id] += 1
 
+    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        self.tell_error(client, request_id, error)
+
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         assert str(error).strip().rstrip(":") == str(error).strip(), "there is no cause in it"
         self.replies[request_id] += 1

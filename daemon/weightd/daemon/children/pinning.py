@@ -19,7 +19,7 @@ from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.host import clock
+from weightd.daemon.host import audit, clock
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.shortage import explained
@@ -38,10 +38,21 @@ def directory_name(model: str, number: int) -> str:
 class _Order(NamedTuple):
     """A snapshot that is being taken."""
 
+    model: str
     config: ModelConfig
     source: Source
     files: SnapshotFiles
     expected: str
+
+    def note(self, result: str, detail: str = "", sha256: str = "") -> None:
+        """Write to the audit log whether the files could be read. A client's update that fails has an entry anyway."""
+        source = self.source
+        uid = source.weights_grant.uid if source.weights and source.grant.uid is None else source.grant.uid
+        if uid is not None and result != audit.OK:
+            return
+        user = audit.OPERATOR if uid is None else f"uid {uid}"
+        entry = audit.Entry("load", user, "", self.model, source.path, source.weights)
+        audit.write(entry, result, detail, sha256=sha256)
 
 
 class Pinning:
@@ -79,7 +90,7 @@ class Pinning:
             Single(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
             for path, copy in _files(config, source, files)
         ]
-        tell = functools.partial(self._on_answer, owner, _Order(config, source, files, expected))
+        tell = functools.partial(self._on_answer, owner, _Order(model, config, source, files, expected))
         try:
             files.create()
             given = snapshotter.Order(wanted, str(files.meter), more).json()
@@ -108,7 +119,7 @@ class Pinning:
         return SnapshotFiles(self._directory / directory_name(model, source.number))
 
     def _on_answer(self, owner: Owner, order: _Order, answer: Answer, end: End) -> None:
-        config, source, files, expected = order
+        _, config, source, files, expected = order
         models = _models(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]
@@ -121,14 +132,18 @@ class Pinning:
             if answer.get("changed") is True:
                 cause = f"{cause}; {_REMEDY}"
             transient = answer.get("transient") is True or end.is_transient
+            order.note(audit.FAILED, cause)
             owner.pin_failed(source, cause, clock.now(), transient=transient)
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
         snapshot = _snapshot(config, source, files, taken)
         if expected and snapshot.sha256 != expected:
             files.remove()
-            owner.pin_failed(source, f"{changed(source.path, expected, snapshot.sha256)}; {_REMEDY}", clock.now())
+            cause = f"{changed(source.path, expected, snapshot.sha256)}; {_REMEDY}"
+            order.note(audit.FAILED, cause)
+            owner.pin_failed(source, cause, clock.now())
             return
+        order.note(audit.OK, sha256=snapshot.sha256)
         self._probing.ask(config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, clock.now()))
 
 

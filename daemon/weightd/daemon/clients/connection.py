@@ -33,6 +33,11 @@ class Identity(NamedTuple):
     proof: Proof = Proof()
     listener: str = ""
 
+    @property
+    def who(self) -> str:
+        """Who it is for the audit log: by its key, its user or its host."""
+        return f"key {self.proof.key}" if self.proof.key else self.origin.far
+
 
 def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket."""

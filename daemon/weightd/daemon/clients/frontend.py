@@ -7,7 +7,7 @@ import functools
 import itertools
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from weightd.daemon.clients.room import Room
 from weightd.daemon.clients.upkeep import Upkeep
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.host import clock
+from weightd.daemon.host import audit, clock
 from weightd.daemon.host.admission import Admission, Limits
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.loop import Loop
@@ -41,6 +41,7 @@ from weightd.protocol.errors import (
     RemoteProtocolError,
     RequestError,
     ResourceExhausted,
+    Unauthenticated,
     Unavailable,
 )
 from weightd.protocol.framing import Message
@@ -75,6 +76,8 @@ _RETRY_S = 0.1
 _FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
 
 _ELSEWHERE = "memory can be shared on the unix socket alone"
+
+_KINDS = {kind: name for name, kind in FROM_CLIENT.items()}
 
 # Who has sent it, the message, all its frames, and when that was.
 Verb = Callable[[Connection, Any, Sequence[Any], float], None]
@@ -164,6 +167,9 @@ class Frontend:
         calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
         self._connections = Connections(loop, self.room, Admission(user_limits), calls, log)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
+        self._refusals = audit.Refusals()
+        # What was begun for a client, by the client and the id of its message.
+        self._begun: dict[tuple[bytes, str], audit.Entry] = {}
         self._verbs: dict[type[Any], Verb] = {
             Infer: self._infer,
             ModelMetadata: self._tell_metadata,
@@ -259,6 +265,7 @@ class Frontend:
 
     def tell_reloaded(self, client: bytes, response: ReloadResponse) -> None:
         """Send the answer to a reload."""
+        self._has_ended(client, response.id)
         self._tell(client, response)
 
     def tell_logs(self, client: bytes, logs: LogsResponse) -> None:
@@ -267,12 +274,18 @@ class Frontend:
 
     def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over, as soon as that is recorded."""
+        self._has_ended(client, response.id)
         self._unrecorded.append((client, response))
 
     def tell_recorded(self) -> None:
         """Tell what was not to be told before it was recorded."""
         while self._unrecorded:
             self._tell(*self._unrecorded.pop(0))
+
+    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Tell the client that an update or a reload has failed, which was begun for it."""
+        self._has_ended(client, request_id, error)
+        self.tell_error(client, request_id, error)
 
     def tell_error(self, client: bytes, request_id: str, error: RequestError, *, running: bool = False) -> None:
         """Send an error."""
@@ -286,6 +299,9 @@ class Frontend:
         now = clock.now()
         tenant = connection.tenant
         if tenant is None:
+            kind = type_of(frames)
+            entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.who)
+            self._refusals.write(entry, audit.REFUSED, str(connection.refusal), now)
             self._turn_away(connection, frames, connection.refusal)
             return
         try:
@@ -310,6 +326,8 @@ class Frontend:
             self._verbs[message.__class__](connection, message, frames, now)
         except RequestError as error:
             self._count_refusal(connection, tenant, message, error)
+            if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
+                self._refusals.write(_entry(connection, message), audit.REFUSED, str(error), now)
             self.tell_error(connection.key, message.id, error)
 
     def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
@@ -440,7 +458,8 @@ class Frontend:
 
     def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._access.check_reload(connection)
-        self._daemon.ask_reload(connection.key, message.id)
+        with self._noted(connection, message):
+            self._daemon.ask_reload(connection.key, message.id)
 
     def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "update a model")
@@ -452,15 +471,36 @@ class Frontend:
         model = self._model(message.model_name, self._access.viewer(connection).tenant)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
-        model.update(
-            connection.key,
-            message.id,
-            now,
-            path=message.path,
-            weights=message.weights,
-            rollback=message.rollback,
-            grant=self._access.grant(connection),
-        )
+        grant = self._access.grant(connection)
+        paths = {"path": message.path, "weights": message.weights}
+        with self._noted(connection, message):
+            model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
+
+    @contextlib.contextmanager
+    def _noted(self, connection: Connection, message: Update | Reload) -> Generator[None, None, None]:
+        """Note for the audit log what is begun in the block, unless it is refused there.
+
+        Raises:
+            InvalidArgument: the client has begun something under this id already, which has not ended.
+        """
+        key = connection.key, message.id
+        if key in self._begun:
+            raise InvalidArgument(f"id: expected one that no update or reload under way has, got {message.id!r}")
+        self._begun[key] = _entry(connection, message)
+        try:
+            yield
+        except RequestError:
+            self._begun.pop(key, None)
+            raise
+
+    def _has_ended(self, client: bytes, request_id: str, error: RequestError | None = None) -> None:
+        entry = self._begun.pop((client, request_id), None)
+        if entry is None:
+            return
+        if error is None:
+            audit.write(entry, audit.OK)
+        else:
+            self._refusals.write(entry, audit.FAILED, str(error), clock.now())
 
     def _viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:
         """Return for whom a client asks what there is, on whose account the question goes.
@@ -565,6 +605,16 @@ class Frontend:
         if not self._connections.send(client, [*header, *frames]):
             refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
             self._connections.send(client, encode(Error(message.id, refusal.code, str(refusal))))
+
+
+def _entry(connection: Connection, message: Any) -> audit.Entry:
+    """Return what the audit log says of a message."""
+    tenant = "" if connection.tenant is None else connection.tenant.name
+    if isinstance(message, Update):
+        action = "rollback" if message.rollback else "update"
+        return audit.Entry(action, connection.identity.who, tenant, message.model_name, message.path, message.weights)
+    name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
+    return audit.Entry(_KINDS[message.__class__], connection.identity.who, tenant, name)
 
 
 def _too_long(received: Message, most: int) -> RequestError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 
 from weightd.daemon.host import journal
@@ -69,7 +70,12 @@ class JournalHandler(logging.Handler):
 def about(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
     """Return `extra` of an event: what it is about, for who asks the journal."""
     fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
-    return {_FIELDS: {name: value for name, value in fields.items() if value}}
+    return with_fields({name: value for name, value in fields.items() if value})
+
+
+def with_fields(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return `extra` of an event with these fields in the journal."""
+    return {_FIELDS: {**fields}}
 
 
 def of_client(client: str) -> dict[str, dict[str, str]]:

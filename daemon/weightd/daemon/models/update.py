@@ -23,8 +23,8 @@ class Operators(Protocol):
     def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over."""
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Send an error to the client."""
+    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+        """Tell the client that the update has failed."""
 
 
 class _Update(NamedTuple):
@@ -113,7 +113,7 @@ class Updates:
             deployment.abandon(f"given up: {cause}", now)
         self._sources.drop(update.source)
         error = Unavailable if failed.may_recover else FailedPrecondition
-        self._operators.tell_error(update.client, update.request_id, error(f"not updated: {cause}"))
+        self._operators.tell_failed(update.client, update.request_id, error(f"not updated: {cause}"))
 
     def _take_over(self, update: _Update, now: float) -> None:
         for deployment in self._deployments:
