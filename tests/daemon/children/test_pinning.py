@@ -62,6 +62,18 @@ class Scene:
         self.transient = transient
 
 
+def ordered(monkeypatch: pytest.MonkeyPatch) -> list[snapshotter.Order]:
+    """Return a list to which each order is added that is given to the process that takes snapshots."""
+    orders: list[snapshotter.Order] = []
+
+    def json(order: snapshotter.Order) -> bytes:
+        orders.append(order)
+        return b""
+
+    monkeypatch.setattr(snapshotter.Order, "json", json)
+    return orders
+
+
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     scene = Scene(tmp_path)
@@ -94,8 +106,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
 def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps({"taken": [[SHA, 7, "known", "from"]]})
     monkeypatch.setattr(snapshotter, "command", mock.Mock(return_value=["echo", answer]))
-    orders: list[snapshotter.Order] = []
-    monkeypatch.setattr(snapshotter.Order, "json", lambda order: orders.append(order) or b"")
+    orders = ordered(monkeypatch)
     for number, gone in ((3, 0), (4, 3), (5, 5), (6, 0)):
         scene.source = replace(scene.source, number=number)
         scene.pin()
@@ -106,8 +117,7 @@ def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, mon
 
 
 def test_each_file_is_read_by_the_right_by_which_it_was_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: list[snapshotter.Order] = []
-    monkeypatch.setattr(snapshotter.Order, "json", lambda order: orders.append(order) or b"")
+    orders = ordered(monkeypatch)
     alice, bob = Grant(1, (2,)), Grant(3, (), ("/models",))
     scene.source = replace(scene.source, weights="/w.npz", grant=alice, weights_grant=bob)
     scene.pin(replace(scene.config, canary="/s.npz"))

@@ -274,7 +274,7 @@ def test_an_update_is_in_the_audit_log_when_it_has_ended(caplog: pytest.LogCaptu
     world = World()
     begun: list[str] = []
     client = world.client(may_operate=True, is_near=True)
-    world.model.update = lambda client, request_id, *_, **__: begun.append(request_id)  # type: ignore[assignment, misc]
+    world.model.update = lambda client, request_id, *_, **__: begun.append(request_id)  # type: ignore[method-assign]
     for request_id in ("one", "two", "two"):
         client.stream.send(encode(Update(request_id, "m", "/m.onnx")))
     # An id that is in use cannot hide what is done under it.

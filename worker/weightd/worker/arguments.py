@@ -76,7 +76,7 @@ def given() -> List[str]:
         words: Any = json.loads(content)
     except ValueError:
         words = None
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(List[Any], words)):
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(List[object], words)):
         raise SystemExit("stdin: expected the arguments as a JSON list of strings; weightd starts this process")
     return [*cast(List[str], words), *sys.argv[1:]]
 
