@@ -299,7 +299,7 @@ class Frontend:
         now = clock.now()
         tenant = connection.tenant
         if tenant is None:
-            kind = type_of(frames)
+            kind = heading(frames).type
             entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.who)
             self._refusals.write(entry, audit.REFUSED, str(connection.refusal), now)
             self._turn_away(connection, frames, connection.refusal)

@@ -356,7 +356,7 @@ class Scheduler:
             return False
         terms = next((seat.terms for seat in self.seats), WHOLE)
         form = terms.form(request.description)
-        return form is None or not terms.cuts(form)
+        return form is None or not terms.cuts(form, request.origin.far)
 
     def _bound(self, tenant: Tenant, now: float) -> float:
         return self.users.bound(tenant, self.clocks.max_job_s, now)
