@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from weightd.shared.stream import Stream, keep_much
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
 _MOST_READS = 8
+
+_log = logging.getLogger("weightd")
 
 
 class Lanes:
@@ -64,7 +67,7 @@ class Lanes:
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
         # Whoever is heard by another way has connected before: all are let in.
-        self._accepting = Accepting(self._listener, loop, self._let_in, most=socket.SOMAXCONN)
+        self._accepting = Accepting(self._listener, loop, self._let_in, _log.error, most=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
         """Whether the child has connected its lane, and that is not closed."""

@@ -137,7 +137,7 @@ class Connections:
     def listen(self, listener: socket.socket) -> None:
         """Let in whoever connects to a unix socket that listens and does not block."""
         listener.listen(_BACKLOG)
-        Accepting(listener, self._loop, self._let_in)
+        Accepting(listener, self._loop, self._let_in, _log.error)
 
     def _let_in(self, connection: socket.socket) -> bool:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""

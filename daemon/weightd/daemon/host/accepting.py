@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from collections.abc import Callable
 
@@ -29,8 +28,6 @@ _LINES_S = 10.0
 
 _NEVER = float("inf")
 
-_log = logging.getLogger("weightd")
-
 
 class Accepting:
     """Accepts connections.
@@ -39,6 +36,7 @@ class Accepting:
         listener: listens, and does not block.
         loop: calls when somebody has connected.
         let_in: is given each connection, and owns it; returns False where it has refused the connection.
+        report: is given the line for the log where no connection can be accepted.
         most: that are accepted at once.
     """
 
@@ -47,11 +45,13 @@ class Accepting:
         listener: socket.socket,
         loop: Loop,
         let_in: Callable[[socket.socket], object],
+        report: Callable[[str], object],
         most: int = _MOST_ACCEPTED,
     ) -> None:
         self._listener = listener
         self._loop = loop
         self._let_in = let_in
+        self._report = report
         self._most = most
         self._pause = Timer(self._resume)
         self._lines = Seldom(_LINES_S)
@@ -89,7 +89,7 @@ class Accepting:
         now = clock.now()
         if self._pause.due == _NEVER:
             if self._lines.tell("", now) is not None:
-                _log.error("nobody can be let in at %s: %s", self._listener.getsockname(), error.strerror)
+                self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")
             self._loop.pause(self._listener.fileno())
             self._pause.set(now + _PAUSE_S)
 

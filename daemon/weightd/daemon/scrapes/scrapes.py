@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import socket
 from collections.abc import Callable
 
@@ -27,6 +28,8 @@ MOST_CONNECTIONS = 32
 _MOST_ACCEPTED = 1
 
 _READ_BYTES = 4096
+
+_log = logging.getLogger("weightd")
 
 
 class _Peer:
@@ -90,7 +93,7 @@ class Scrapes:
         self._closing = Closing()
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
-        Accepting(listener, loop, self._let_in, most=_MOST_ACCEPTED)
+        Accepting(listener, loop, self._let_in, _log.error, most=_MOST_ACCEPTED)
 
     def __len__(self) -> int:
         return len(self._peers)
