@@ -25,10 +25,12 @@ from .material import load
 
 _SEND_LIMIT_MS = 1000
 SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
-# Whole messages of the two older protocols: the library takes them, but knows less about where they come from.
+# Whole messages of the two older protocols, which a gate does not speak.
 _OLD = (b"\1\0\6\0hello", SIGNATURE + b"\1\5\0\0\0\5hello")
 _GREETING = SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
 _READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+_READY_TO_SEND = _GREETING + _READY
+_COMMANDS = (b"\4\x07\4PING\0\0" * 1000, b"\4\5\4PONG" * 1000, b"\4\0" * 1000, b"\6" + b"\xff" * 8)
 
 
 def frames(rng: random.Random) -> Sequence[bytes]:
@@ -69,7 +71,9 @@ def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
 def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
     """Send garbage that is not even ZeroMQ, each from a connection of its own."""
     for _ in range(count):
-        begin = rng.choice([b"", SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], *_OLD])
+        commands = [_READY_TO_SEND + each for each in _COMMANDS]
+        begins = [b"", SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], _READY_TO_SEND, *commands, *_OLD]
+        begin = rng.choice(begins)
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(_SEND_LIMIT_MS / 1000)
             # The daemon may hang up whenever it has seen enough, or may just not be there.
@@ -87,7 +91,7 @@ def send_unfinished(address: str, rng: random.Random, most: int = 1024) -> None:
         peer.settimeout(_SEND_LIMIT_MS / 1000)
         with contextlib.suppress(OSError):
             peer.connect(address.removeprefix("ipc://"))
-            peer.sendall(_GREETING + _READY)
+            peer.sendall(_READY_TO_SEND)
             for _ in range(most):
                 peer.sendall(part)
             # Of those of nothing, whoever waits behind them feels the end.

@@ -239,7 +239,8 @@ class Server:
         for listener in sockets.unix:
             self._frontend.listen(listener)
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
-        self._gates = Gates(listeners, self._loop, self._adopt, most, self._zygote, log=self._client_log)
+        limits = daemon.user_limits
+        self._gates = Gates(listeners, self._loop, self._adopt, most, limits, self._zygote, log=self._client_log)
         self._scrapes = self._tell_scrapes(sockets.metrics)
         self._loop.on_pause(self._paused)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))

@@ -240,7 +240,7 @@ class Incoming:
             return True
         self.missing = self._lengths[self._index]
         if self._index < self._kept:
-            self._buffer = _memory(self.missing)
+            self._buffer = allocate(self.missing)
         return False
 
 
@@ -251,7 +251,8 @@ def _learn(beginning: bytes, lengths: Tuple[int, ...]) -> None:
     _LAYOUTS[beginning] = layout.unpack, lengths
 
 
-def _memory(nbytes: int) -> Any:
+def allocate(nbytes: int) -> Any:
+    """Return a buffer of zeros; the pages of a large one take no memory before they are written to."""
     return bytearray(nbytes) if nbytes < _MAPPED_BYTES else mmap.mmap(-1, nbytes)
 
 

@@ -187,3 +187,11 @@ def test_a_listener_that_is_not_secured_as_it_says(keys: Path, more: Any, tenant
     with pytest.raises(ConfigError) as caught:
         curve(keys, tenants, **more)
     assert caught.value.problems[0].startswith(f"listeners.lan.{problem.format(keys)}")
+
+
+def test_a_listener_with_curve_needs_pynacl(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        curve(keys, {"ann": ANN})
+    expected = 'listeners.lan.security: "curve" needs PyNaCl, which is not installed: pip install "weightd[daemon]"'
+    assert caught.value.problems == (expected,)

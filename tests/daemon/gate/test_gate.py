@@ -1,39 +1,85 @@
-"""A gate in a thread, between clients and a daemon that does what no daemon should."""
+"""A gate in a thread, between clients that are hostile and a daemon that reads when it is told to."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
-import zmq
 
 from testkit.waiting import until
+from weightd.daemon.gate import client as clients
 from weightd.daemon.gate import gate as module
-from weightd.daemon.gate import link, upkeep
+from weightd.daemon.gate import link
+from weightd.daemon.gate.client import Client
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Met, Said, Terms
-from weightd.daemon.gate.memory import Memory
+from weightd.daemon.host.listening import listening
+from weightd.protocol.codec import decode, encode
+from weightd.protocol.errors import RemoteProtocolError
+from weightd.protocol.framing import MAX_FRAMES
+from weightd.protocol.messages.data import Error
+from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared.stream import Stream
 
-LIMIT_MS = 20_000
-MIB = 2**20
-TERMS = Terms("default", "", 2**30, 64 * MIB, 0, "", None, b"twin", b"too long")
+from .peer import COMMAND, GREETING, MORE, PING, READY, frame, message
 
-Socket = zmq.Socket[bytes]
+LIMIT_S = 20.0
+MIB = 2**20
+
+[NO_TEXT] = encode(Error("", "INVALID_ARGUMENT", ""))
+
+SERVER_GREETING = GREETING
+SERVER_READY = frame(COMMAND, b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0")
+
+
+class Peer:
+    """A client; its handshake is done."""
+
+    def __init__(self, path: str) -> None:
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.settimeout(LIMIT_S)
+        self.connection.connect(path)
+        self.connection.sendall(GREETING + READY)
+        self.fileno, self.send = self.connection.fileno, self.connection.sendall
+        self.read(len(SERVER_GREETING + SERVER_READY))
+
+    def read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.connection.recv(count - len(data))
+            assert part, "the gate has hung up"
+            data += part
+        return data
+
+    def rest(self) -> bytes:
+        """What comes before the gate ends the connection."""
+        data = b""
+        try:
+            while part := self.connection.recv(1 << 16):
+                data += part
+        except ConnectionError:
+            pass
+        return data
 
 
 class Daemon:
-    """The other end of a gate's link, which takes what the gate passes to it, and reads only if it is told to."""
+    """The other end of a gate's link."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(LIMIT_MS / 1000)
         self.link = Stream(connection, takes_descriptors=True)
-        connection.settimeout(LIMIT_MS / 1000)
+        connection.settimeout(LIMIT_S)
         self.lines: list[str] = []
         self.lanes: list[Stream] = []
+        self.peers = 0
 
     def meet(self) -> Stream:
         """Wait for somebody new."""
@@ -42,79 +88,513 @@ class Daemon:
             self.hear()
         return self.lanes[-1]
 
-    def told(self) -> bool:
-        """Hear the gate, unless it has said something for the log; return whether it has."""
-        if not self.lines:
+    def told(self, text: str) -> bool:
+        """Hear the gate until it has logged this."""
+        while not any(text in line for line in self.lines):
             self.hear()
-        return bool(self.lines)
+        return True
 
     def hear(self) -> None:
-        for message in self.link.receive():
-            said = link.of_gate(message.frames[0])
+        for each in self.link.receive():
+            said = link.of_gate(each.frames[0])
             if isinstance(said, Met):
                 self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
-                self.lanes[-1].connection.settimeout(LIMIT_MS / 1000)
+                self.lanes[-1].connection.settimeout(LIMIT_S)
+                self.peers = said.peers
             elif isinstance(said, Said):
                 self.lines.append(said.text)
+            else:
+                self.peers = said
+
+
+class Scene:
+    """A gate, its daemon, and clients."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.peers: list[Any] = []
+        self.daemon: Daemon
+        self.gate: Gate
+
+    def connect(self) -> Peer:
+        self.peers.append(Peer(self.path).connection)
+        made = Peer.__new__(Peer)
+        made.connection = self.peers[-1]
+        made.fileno, made.send = made.connection.fileno, made.connection.sendall
+        return made
+
+    def raw(self, data: bytes = b"") -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        self.peers.append(made)
+        made.settimeout(LIMIT_S)
+        made.connect(self.path)
+        with contextlib.suppress(ConnectionError):
+            made.sendall(data)
+        return made
+
+    def met(self) -> tuple[Peer, Stream]:
+        """A client that has spoken, and the daemon's end."""
+        peer = self.connect()
+        peer.send(message([b"hello"]))
+        lane = self.daemon.meet()
+        assert received(lane) == [[b"hello"]]
+        return peer, lane
+
+
+def received(lane: Stream) -> list[list[bytes]]:
+    return [[bytes(part) for part in each.frames] for each in lane.receive()]
+
+
+Start = Callable[..., Scene]
 
 
 @pytest.fixture
-def daemon(router: Socket, address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
-    monkeypatch.setattr(module, "MAX_UNSENT_BYTES", 4 * MIB)
-    monkeypatch.setattr(module, "STUCK_S", 0.2)
-    monkeypatch.setattr(upkeep, "OWN_BYTES", 2**30)  # the tests' own memory is none of a gate's
-    ours, its = socket.socketpair()
-    memory = Memory()
-    made = Daemon(ours)
-    gate = Gate(router, Stream(its), TERMS, memory)
-    router.bind(address)
-    thread = threading.Thread(target=gate.run)
-    thread.start()
-    yield made
-    for each in (*made.lanes, made.link):
-        each.close()
-    thread.join()
-    gate.close()
-    its.close()
-    memory.close()
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    scenes: list[tuple[Scene, Gate, threading.Thread, socket.socket]] = []
+    # The tests' own user is limited like any other.
+    monkeypatch.setattr(module, "_OPERATORS", ())
+
+    def started(max_memory_bytes: int = 64 * MIB, most: int = 0, rate: float = 0.0, max_connections: int = 0) -> Scene:
+        ours, its = socket.socketpair()
+        listener = stack.enter_context(listening(f"ipc://{tmp_path}/s"))
+        terms = Terms(
+            "default",
+            "",
+            max_memory_bytes,
+            max_memory_bytes,
+            max_connections,
+            most,
+            rate,
+            "",
+            None,
+            link.error_start(bytes(NO_TEXT)),
+        )
+        gate = Gate(listener, Stream(its), terms)
+        thread = threading.Thread(target=gate.run)
+        thread.start()
+        scene = Scene(tmp_path / "s")
+        scene.daemon, scene.gate = Daemon(ours), gate
+        scenes.append((scene, gate, thread, its))
+        return scene
+
+    with contextlib.ExitStack() as stack:
+        yield started
+        for scene, gate, thread, its in scenes:
+            for each in (*scene.peers, *scene.daemon.lanes, scene.daemon.link):
+                each.close()
+            thread.join()
+            gate.close()
+            its.close()
 
 
-def test_of_whom_the_daemon_reads_nothing_he_is_hung_up_and_others_go_on(
-    daemon: Daemon, connect: Callable[..., Socket]
+# --- limits of connections --------------------------------------------------------------------------------------------
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def is_let_in(connection: socket.socket) -> bool:
+    """Whether the gate greets it."""
+    try:
+        return connection.recv(1) != b""
+    except ConnectionError:
+        return False
+
+
+def test_a_user_has_so_many_connections_and_no_more(start: Start) -> None:
+    scene = start(most=2)
+    first, _ = scene.connect(), scene.connect()
+    refused = scene.raw()
+    assert not is_let_in(refused)
+    assert scene.daemon.told("refused: this user has 2 connections already (max_user_connections)")
+    first.connection.close()
+    until(lambda: is_let_in(scene.raw()), "there is room again")
+
+
+def test_a_user_connects_so_often_and_no_more_often(start: Start) -> None:
+    scene = start(rate=1.0)
+    assert is_let_in(scene.raw(GREETING))
+    assert not is_let_in(scene.raw(GREETING))
+    assert scene.daemon.told("opens more than 1 connections a second (max_user_connection_rate)")
+
+
+def test_the_operators_have_no_such_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = start(most=1)
+    monkeypatch.setattr(module, "_OPERATORS", (os.getuid(),))
+    for _ in range(3):
+        scene.connect()
+
+
+def test_a_listener_may_have_a_limit_of_its_own(start: Start) -> None:
+    scene = start(max_connections=2)
+    silent, (speaks, _) = scene.connect(), scene.met()
+    _, lane = scene.met()
+    assert silent.rest() == b""
+    assert scene.daemon.told("2 clients are connected, and most of them are this user's")
+    speaks.send(message([b"again"]))
+    assert received(scene.daemon.lanes[0]) == [[b"again"]]
+    assert lane is scene.daemon.lanes[1]
+
+
+def test_lines_of_the_log_about_one_user_are_few(start: Start) -> None:
+    scene = start()
+    for _ in range(50):
+        assert is_hung_up(scene.raw(b"GET / HTTP/1.1\r\n\r\n"))
+    _, _ = scene.met()
+    assert len(scene.daemon.lines) == 1
+    assert "expected a greeting of ZMTP" in scene.daemon.lines[0]
+
+
+# --- handshakes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_handshake_has_to_be_complete_in_time_however_slow_it_comes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = connect()
-    daemon.meet()
-    for _ in range(8):
-        stuck.send_multipart([b"", b"", bytes(MIB)])
-    client = connect()
-    lane = daemon.meet()
-    [hello] = lane.receive()
-    assert [*hello.frames] == [b"hello"]
-    until(daemon.told, "it is hung up")
-    assert "the daemon has read none of " in daemon.lines[0]
-    client.send(b"again")
-    [again] = lane.receive()
-    assert [*again.frames] == [b"again"]
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.3)
+    scene = start()
+    peer = scene.raw()
+    begin = time.monotonic()
+    trickle = GREETING + READY + bytes(1000)
+
+    def is_open() -> bool:
+        nonlocal trickle
+        peer.sendall(trickle[:1])
+        trickle = trickle[1:]
+        return not select.select([peer], [], [], 0.05)[0] or bool(peer.recv(100))
+
+    with contextlib.suppress(ConnectionError):
+        while is_open():
+            pass
+    assert time.monotonic() - begin < 3.0
+    assert scene.daemon.told("its handshake is not complete after 0.3 s")
 
 
-def test_of_those_who_do_not_read_he_goes_for_whom_most_is_kept(daemon: Daemon, connect: Callable[..., Socket]) -> None:
-    lanes: list[Stream] = []
-    for size in (20, 28, 20):
-        connect(high_water_mark=1)
-        lanes.append(daemon.meet())
-        lanes[-1].connection.setblocking(False)
-        # Some are read by the library, and one waits.
-        for _ in range(4):
-            lanes[-1].send([b"", b"", bytes(size * MIB)])
-    gone: list[Stream] = []
-    while not gone:
-        _, writable, _ = select.select([], lanes, [], LIMIT_MS / 1000)
-        assert writable
-        for lane in writable:
-            try:
-                lane.flush()
-            except ConnectionError:
-                gone.append(lane)
-    assert gone == lanes[1:2], daemon.told() and daemon.lines
-    until(daemon.told, "it is told")
-    assert "it has not read " in daemon.lines[0]
+def test_a_user_has_so_many_handshakes_under_way_and_the_oldest_goes_first(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
+    scene = start()
+    done = scene.connect()
+    first, second, third = (scene.raw(GREETING[:20]) for _ in range(3))
+    assert is_hung_up(first)
+    for each in (second, third):
+        each.sendall(GREETING[20:] + READY)
+        assert each.recv(1)
+    done.send(message([b"x"]))
+    assert received(scene.daemon.meet()) == [[b"x"]]
+
+
+def test_a_socket_of_another_type_is_told(start: Start) -> None:
+    scene = start()
+    peer = scene.raw(GREETING + READY.replace(b"\6DEALER", b"\6SOCKET"))
+    data = b""
+    while part := peer.recv(1000):
+        data += part
+    assert data[64:] == frame(COMMAND, b"\5ERROR\x2eexpected a socket of type DEALER, got 'SOCKET'")
+
+
+# --- what breaks a bound ----------------------------------------------------------------------------------------------
+
+
+def error_in(data: bytes) -> Error:
+    """The last message of what a client was sent."""
+    assert data[0] & 6 == 0
+    assert data[1] == len(data) - 2
+    [error] = [decode([data[2:]], TO_CLIENT)]
+    assert isinstance(error, Error)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\1\0" * 10_000, "frames: expected a message of at most 66 frames, got more"),
+        (b"\2" + bytes(3) + b"\xff" * 5, "frames: expected at most 1048576 bytes in a frame, got 1099511627775"),
+        (frame(MORE, bytes(MIB)) * 2, "expected a message of at most 1048576 bytes (max_memory_bytes), got 2097152"),
+    ],
+)
+def test_what_breaks_a_bound_ends_its_connection_with_an_error_and_concerns_nobody_else(
+    start: Start, data: bytes, text: str
+) -> None:
+    scene = start(max_memory_bytes=MIB)
+    other, lane = scene.met()
+    guilty, its_lane = scene.met()
+    with contextlib.suppress(ConnectionError):
+        guilty.send(data)
+    error = error_in(guilty.rest())
+    assert (error.id, error.code) == ("", "INVALID_ARGUMENT")
+    assert text in error.error
+    assert error.error.endswith(": this connection ends")
+    assert its_lane.connection.recv(1) == b""
+    other.send(message([b"x"] * MAX_FRAMES))
+    assert received(lane) == [[b"x"] * MAX_FRAMES]
+
+
+def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["small", "large", "large"])
+    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    scene = start(max_memory_bytes=4 * MIB)
+    small, first, second = (scene.connect() for _ in range(3))
+    small.send(frame(MORE, bytes(MIB)))
+    first.send(frame(MORE, bytes(MIB + 1)))
+    second.send(frame(MORE, bytes(MIB // 2)))
+    second.send(frame(MORE, bytes(MIB)))
+    with contextlib.suppress(ConnectionError):
+        for _ in range(24):
+            second.send(frame(MORE, bytes(1 << 16)))
+    assert scene.daemon.told("bytes (max_memory_bytes) are kept for clients, and ")
+    small.send(frame(0, b"end"))
+    assert [len(each) for [each, *_] in received_all(scene.daemon.meet())] == [MIB]
+    first.send(frame(0, b"end"))
+    assert [len(each) for [each, *_] in received_all(scene.daemon.meet())] == [MIB + 1]
+    # What was kept for those that are gone counts no more.
+    until(lambda: [each.nbytes for each in scene.gate._users.values()] == [0, 0], "nothing is kept")
+
+
+def received_all(lane: Stream) -> list[list[Any]]:
+    """As `received`, of large frames."""
+    lane.incoming = link_incoming()
+    messages: list[list[Any]] = []
+    while not messages:
+        messages = received(lane)
+    return messages
+
+
+def link_incoming() -> Any:
+    from weightd.protocol.framing import Incoming
+
+    return Incoming(max_header_bytes=2**30)
+
+
+def test_a_ping_flood_is_answered_now_and_then(start: Start) -> None:
+    scene = start()
+    peer, _ = scene.met()
+    peer.send(PING * 10_000 + message([b"x"]))
+    assert received(scene.daemon.lanes[0]) == [[b"x"]]
+    pong = frame(COMMAND, b"\4PONGcontext")
+    assert peer.read(len(pong)) == pong
+    peer.connection.setblocking(False)
+    rest = peer.connection.recv(1 << 20)
+    assert len(rest) < 200 * len(pong)
+
+
+# --- who does not read ------------------------------------------------------------------------------------------------
+
+
+def test_a_client_whose_messages_the_daemon_does_not_read_waits_alone(start: Start) -> None:
+    scene = start()
+    stuck, _ = scene.met()
+    stuck.connection.setblocking(False)
+    part = message([b"", bytes(MIB - 100)])
+    sent = 0
+    idle = 0
+    while idle < 3:
+        try:
+            sent += stuck.connection.send(part[sent % len(part) :])
+            idle = 0
+        except BlockingIOError:
+            idle += not select.select([], [stuck], [], 0.1)[1]
+    # What the gate keeps is one message that it has read, and a part of the next one at most.
+    assert sent < 6 * MIB
+    client, lane = scene.met()
+    client.send(message([b"x"]))
+    assert received(lane) == [[b"x"]]
+    # It is read on when the daemon reads.
+    count = sent // len(part)
+    lane = scene.daemon.lanes[0]
+    found: list[list[Any]] = []
+    while len(found) < count:
+        found += received_all(lane)
+    assert [len(each[1]) for each in found] == [MIB - 100] * count
+
+
+def test_a_client_that_does_not_read_waits_alone_and_gets_all_when_it_does(start: Start) -> None:
+    scene = start()
+    slow, lane = scene.met()
+    lane.connection.setblocking(False)
+    answers = [[b"%d" % number, bytes(MIB)] for number in range(8)]
+    for each in answers:
+        lane.send(each)
+    while select.select([], [lane], [], 0.3)[1]:
+        lane.flush()
+    # One message is on its way in the gate; the rest waits in the daemon, which counts it.
+    assert lane.unsent > 5 * MIB
+    client, its_lane = scene.met()
+    its_lane.send([b"x"])
+    assert client.read(3) == b"\0\1x"
+    expected = b"".join(map(message, answers))
+    data = b""
+    while len(data) < len(expected):
+        readable, writable, _ = select.select([slow], [lane] if lane.unsent else [], [], LIMIT_S)
+        assert readable or writable
+        if writable:
+            lane.flush()
+        if readable:
+            data += slow.connection.recv(1 << 20)
+    assert data == expected
+
+
+def test_the_last_answers_arrive_before_the_daemons_end_is_passed_on(start: Start) -> None:
+    scene = start()
+    peer, lane = scene.met()
+
+    def end() -> None:
+        lane.connection.setblocking(True)
+        lane.send([bytes(3 * MIB)])
+        lane.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    data = peer.rest()
+    thread.join()
+    assert data == message([bytes(3 * MIB)])
+    scene.daemon.lanes.remove(lane)
+
+
+def test_a_client_that_leaves_is_gone_for_the_daemon(start: Start) -> None:
+    scene = start()
+    _, (peer, lane) = scene.met(), scene.met()
+    peer.connection.close()
+    assert lane.connection.recv(1) == b""
+    while scene.daemon.peers != 1:
+        scene.daemon.hear()
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_user_who_floods_does_not_hold_up_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter([*["many"] * 20, "one"])
+    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    scene = start()
+    # Many tiny messages of many connections are there before the one of another user.
+    order: list[str] = []
+    flood = frame(0, b"x") * 20_000
+    crowd = [scene.met() for _ in range(20)]
+    one, its_lane = scene.met()
+    for peer, _ in crowd:
+        peer.connection.setblocking(False)
+        peer.connection.send(flood)
+    one.send(message([b"y"]))
+    lanes: Sequence[Any] = [its_lane, *(lane for _, lane in crowd)]
+    handled = 0
+    while "one" not in order:
+        for lane in select.select(lanes, [], [], LIMIT_S)[0]:
+            found = len(received(lane))
+            handled += found
+            order.append("one" if lane is its_lane else "many")
+    assert handled < 20 * 20_000 / 10
+
+
+# --- whatever clients do, in whatever order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begin", "data"),
+    [
+        (b"\xff", b""),
+        (b"\4", message([b"x"])),
+        (b"\4\x0c", PING + message([b"x"])),
+        (b"\0", b"\1\0" * (MAX_FRAMES + 1)),
+    ],
+    ids=["greeting", "ready", "pong", "error"],
+)
+def test_a_client_that_has_left_when_something_is_sent_to_it_concerns_nobody_else(
+    start: Start, begin: bytes, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter(["other", "leaves"])
+    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    scene = start()
+    other, lane = scene.met()
+    send = Client.send
+
+    def broken(client: Client, pieces: Sequence[Any]) -> bool:
+        if b"".join(pieces).startswith(begin):
+            raise BrokenPipeError
+        return send(client, pieces)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "send", broken)
+        assert is_hung_up(scene.raw(GREETING + READY + data))
+    other.send(message([b"y"]))
+    assert received(lane) == [[b"y"]]
+
+
+def _act(scene: Scene, rng: random.Random, clients: list[Any]) -> None:
+    """One thing that a client, or the daemon, may do."""
+    daemon = scene.daemon
+    if not clients or rng.random() < 0.2:
+        clients.append(scene.raw())
+        clients[-1].setblocking(False)
+        with contextlib.suppress(OSError):
+            clients[-1].send(rng.choice([*[GREETING + READY] * 5, GREETING, b"", GREETING[:20]]))
+    client = rng.choice(clients)
+    large = frame(rng.choice([0, MORE]), bytes(rng.choice([20_000, MIB // 2])))
+    data = [
+        message([b"x"]),
+        message([b""] * 66),
+        b"\1\0",
+        b"\1\0" * 70,
+        PING * 3,
+        large,
+        large[:5000],
+        rng.randbytes(9),
+        READY,
+    ]
+    with contextlib.suppress(OSError):
+        match rng.randrange(8):
+            case 0:
+                client.close()
+                clients.remove(client)
+            case 1:
+                client.shutdown(rng.choice([socket.SHUT_RD, socket.SHUT_WR]))
+            case 2 | 3:
+                client.recv(rng.choice([1, 1 << 20]))
+            case _:
+                client.send(b"".join(rng.choices(data, k=rng.randrange(1, 6))))
+    while select.select([daemon.link], [], [], 0)[0]:
+        daemon.hear()
+    for lane in rng.sample(daemon.lanes, min(len(daemon.lanes), 3)):
+        _serve(daemon, lane, rng)
+
+
+def _serve(daemon: Daemon, lane: Stream, rng: random.Random) -> None:
+    lane.connection.setblocking(False)
+    try:
+        if rng.random() < 0.5:
+            lane.receive()
+        if rng.random() < 0.4:
+            lane.send([bytes(rng.choice([1, 70_000, MIB]))] * rng.randrange(1, 4))
+        if rng.random() < 0.1:
+            raise ConnectionResetError
+    except (ConnectionError, RemoteProtocolError):
+        lane.close()
+        daemon.lanes.remove(lane)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, seed: int) -> None:
+    scene = start(max_memory_bytes=4 * MIB, most=30)
+    rng = random.Random(seed)
+    clients: list[Any] = []
+    for _ in range(600):
+        _act(scene, rng, clients)
+    for each in (*clients, *scene.daemon.lanes):
+        each.close()
+    scene.daemon.lanes.clear()
+    while select.select([scene.daemon.link], [], [], 0.1)[0]:
+        scene.daemon.hear()
+    for each in scene.daemon.lanes:
+        each.close()
+    gate = scene.gate
+    until(lambda: not (gate._users or gate._leaving), "nobody is there")
+    assert (gate._kept, gate._met, gate._handshakes, gate._crowd._users) == (0, 0, {}, {})
+    assert not gate._turns
+    assert all(not user.open for user in gate._admission._users.values())

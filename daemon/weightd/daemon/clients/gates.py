@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd.daemon.gate import link
-from weightd.daemon.gate.doorman import PATIENCE_S
 from weightd.daemon.gate.link import PeerIdentity, Said, Terms
 from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host import clock
+from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.listening import addresses
@@ -26,7 +26,6 @@ from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.framing import MAX_FRAMES
 from weightd.protocol.messages.data import Error
 from weightd.shared.stream import Stream
 
@@ -43,15 +42,6 @@ _LONGEST_DELAY_S = 5.0
 _FORK_LIMIT_S = 5.0
 
 _NEVER = float("inf")
-
-# Of <asm-generic/socket.h>; in no module of Python's.
-_SO_PASSRIGHTS = 83
-
-_TWIN = (
-    f"nothing was heard over this connection for {PATIENCE_S:g} s, so it ends; what was sent is lost: another client "
-    "has the same routing id. Choose none, or one that nobody else has"
-)
-_TOO_LONG = f"frames: expected a message of at most {MAX_FRAMES} frames, got more: the connection ends"
 
 
 # In what a gate has to log: the user, or the host, that it is about; and all numbers.
@@ -115,6 +105,7 @@ class Gates:
         adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
             who that is.
         max_memory_bytes: that each gate may take for its clients.
+        user_limits: of the connections of one user or host to each listener.
         zygote: makes the gates; None to start one. It is this object's.
         log: of what clients do.
     """
@@ -125,6 +116,7 @@ class Gates:
         loop: Loop,
         adopt: Callable[[str, socket.socket, PeerIdentity], object],
         max_memory_bytes: int,
+        user_limits: Limits,
         zygote: Zygote | None = None,
         *,
         log: ClientLog | None = None,
@@ -139,7 +131,7 @@ class Gates:
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
         self._asked: dict[int, float] = {}
         self._posts = [
-            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes, lock))
+            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes, user_limits, lock))
             for (name, (listener, lock)), address in zip(
                 listeners.items(), addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
@@ -326,17 +318,17 @@ def delay(failures: int) -> float:
     return min(_FIRST_DELAY_S * 2 ** min(failures - 2, 16), _LONGEST_DELAY_S) if failures > 1 else 0.0
 
 
-def _terms(name: str, address: str, max_memory_bytes: int, lock: Lock) -> Terms:
-    texts = (_TWIN, _TOO_LONG)
-    [twin], [too_long] = (encode(Error("", InvalidArgument.code, text)) for text in texts)
+def _terms(name: str, address: str, max_memory_bytes: int, user_limits: Limits, lock: Lock) -> Terms:
+    [error] = encode(Error("", InvalidArgument.code, ""))
     return Terms(
         name=name,
         address=address,
         max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
         max_memory_bytes=max_memory_bytes,
         max_connections=lock.max_connections,
+        max_user_connections=user_limits.most,
+        max_user_connection_rate=user_limits.rate,
         secret=lock.secret,
         keys=lock.keys,
-        twin=twin,
-        too_long=too_long,
+        error=link.error_start(bytes(error)),
     )

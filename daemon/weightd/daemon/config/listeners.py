@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,10 @@ def _of_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) 
         if not listener.key:
             yield FieldError('missing: security = "curve" needs the file of a secret key; see weightctl keygen').at(
                 ".key"
+            )
+        if importlib.util.find_spec("nacl") is None:
+            yield FieldError('"curve" needs PyNaCl, which is not installed: pip install "weightd[daemon]"').at(
+                ".security"
             )
         if listener.insecure:
             yield FieldError('expected false with security = "curve"').at(".insecure")

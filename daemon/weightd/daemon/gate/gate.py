@@ -1,301 +1,562 @@
-"""The gate's one loop: messages of clients to the daemon, each client's over its own stream, and answers to clients."""
+"""The gate's one loop: messages of clients to the daemon, each client's over its own stream, and answers to clients.
+
+Nothing that one user does is to be felt by another: each has its own limits of connections and of memory, and takes
+turns with the others. A client whose messages the daemon does not read, or which does not read its answers, waits
+alone: nothing more is read of what is for the other side.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
+import os
 import socket
-from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import zmq
-
-from weightd.daemon.gate import link
-from weightd.daemon.gate.doorman import Doorman
-from weightd.daemon.gate.lane import Lane, open_stream
+from weightd.daemon.gate import client as clients
+from weightd.daemon.gate import link, memory, zmtp
+from weightd.daemon.gate.client import Client, Side
 from weightd.daemon.gate.link import ERROR, WARNING
-from weightd.daemon.gate.memory import Memory
-from weightd.daemon.gate.peers import Connection, Peers
-from weightd.daemon.gate.reader import Reader
-from weightd.daemon.gate.unread import Unread
-from weightd.daemon.gate.upkeep import Upkeep
+from weightd.daemon.gate.turns import Turns
 from weightd.daemon.host import clock
+from weightd.daemon.host.accepting import Accepting
+from weightd.daemon.host.admission import Admission, Limits
+from weightd.daemon.host.crowding import Crowd, for_clients
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
-from weightd.shared import multipart
+from weightd.protocol.framing import Incoming
+from weightd.protocol.limits import MAX_FRAME_BYTES
+from weightd.shared.seldom import Seldom
+from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weightd.daemon.gate.link import Terms
-    from weightd.shared.stream import Stream
+    from weightd.daemon.gate.separate import Separate
 
-# What the daemon has not read: past this no more is read from anybody, until half of it has gone. It reads everybody
-# all the time, so this is a burst, or the daemon is busy.
-MAX_UNSENT_BYTES = 32 * 1024 * 1024
+# A client has to complete its handshake in this time, and a user may have so many that have not.
+HANDSHAKE_S = 5.0
+MAX_HANDSHAKES = 256
 
-# A client of whom the daemon reads nothing for so long, while others wait for that, is hung up.
-STUCK_S = 5.0
-
-# Who has to read first is looked at so often, and so much more seldom while nobody reads: the library does not tell.
-_RETRY_S = 0.005
-_SELDOM = 20
-
-# A client whom the daemon has closed gets what it was sent before in this time.
-_FAREWELL_S = 0.1
-
-# When the daemon ends: its last answers get so long to come here, and as long again to leave.
+# When the daemon ends, and when it closes a stream: the last answers get so long to be read.
 LINGER_S = 1.0
 
-# A wake-up reads at most so many messages: there is more to do.
-_BATCH = 64
+# A connection to which everything was sent is closed after this time: over TCP what the client has not read by then may
+# be lost, if the client goes on sending.
+_FAREWELL_S = 0.1
+
+# In one turn of the loop so many reads are done at once; what is ready beyond that waits for its turn.
+_READS = 2
+
+# Reads of waiting clients go on for so long before the loop looks at everything else.
+_SLICE_S = 2e-4
+
+# Between two lines of the log about connections of one user that were hung up or refused.
+_LINES_S = 10.0
+
+# After more than this was kept, and nothing for some time, memory is given back to the kernel.
+_LARGE_BYTES = 1024 * 1024
+_QUIET_S = 1.0
+
+# Of a connection: its own, and this end of its pair.
+_DESCRIPTORS = 2
+
+# The user that this is, and root.
+_OPERATORS = (0, os.getuid())
 
 _NEVER = float("inf")
+
+
+def max_connections(bound: int = 0) -> int:
+    """Return how many clients may be connected under the process's present limit, and this bound if it is none of 0."""
+    most = max(1, for_clients() // _DESCRIPTORS)
+    return min(most, bound) if bound else most
+
+
+class User:
+    """What one user has here.
+
+    Attributes:
+        clients: its connections.
+        handshakes: those of them whose handshake is not complete, the oldest first.
+        nbytes: that are kept for them.
+    """
+
+    def __init__(self) -> None:
+        self.clients: set[Client] = set()
+        self.handshakes: dict[Client, None] = {}
+        self.nbytes = 0
 
 
 class Gate:
     """Passes messages on.
 
     Args:
-        router: bound or about to be: the ROUTER socket of the clients.
+        listener: the listening socket; it does not block.
         link: to the daemon.
         terms: as the daemon has said.
-        memory: of this process.
+        separate: makes calls that take long; None where clients have no keys, and nothing takes long.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], link: Stream, terms: Terms, memory: Memory) -> None:
-        self._router = router
+    def __init__(self, listener: socket.socket, link: Stream, terms: Terms, separate: Separate | None = None) -> None:
         self._link = link
         self._terms = terms
-        self._peers = Peers(router, terms.keys)
-        self._given = self._peers.given
-        self._reader = Reader(router)
-        self._doorman = Doorman(self._peers, terms.max_connections, terms.twin, self._log)
-        self._upkeep = Upkeep(memory, self._peers, self._counted, terms.max_memory_bytes, self._log)
-        self._lanes: dict[Connection, Lane] = {}
-        # Those that the daemon has to read, and since when it has not; those whose client has to read.
-        self._unsent: dict[Lane, float] = {}
-        self._waiting: dict[Lane, None] = {}
-        # Who is to be hung up when what was sent to him has left.
-        self._leaving: deque[tuple[float, Connection]] = deque()
+        self._listener = listener
+        self._bounds = zmtp.Bounds(terms.max_frame_bytes, terms.max_memory_bytes)
+        self._separate = separate
+        self._keys = _known(terms.keys)
+        self._mechanism = self._mechanisms()
+        self._admission = Admission(Limits(terms.max_user_connections, terms.max_user_connection_rate))
+        self._crowd: Crowd[Client] = Crowd()
+        self._users: dict[str, User] = {}
+        self._kept = 0
+        # Clients whom the daemon knows, and those that are leaving, with the time at which they have to be gone.
+        self._met = 0
+        self._leaving: dict[Client, float] = {}
+        self._handshakes: dict[Client, None] = {}
+        self._turns: Turns[Side] = Turns()
+        self._reads = 0
         self._ends_at = _NEVER
-        self._paused = False
+        self._hang_ups = Seldom(_LINES_S)
+        self._refusals = Seldom(_LINES_S)
         self._loop = Loop()
-        # The router's tells once that something has come, to whoever uses the router next: `_look` follows each use.
-        self._descriptor = int(router.FD)
-        self._loop.add(self._descriptor, self._on_clients)
-        self._loop.soon(self._look)
-        self._used = [self._loop.add_seldom(each, self._on_peers) for each in self._peers.sources]
-        self._loop.add(link.fileno(), self._on_link)
-        self._retry = Timer(self._try_again)
-        self._retry_in = _RETRY_S
-        self._farewell = Timer(self._hang_up_leaving)
-        self._stuck = Timer(self._end_stuck)
-        for timer in (self._doorman.timer, self._upkeep.timer, self._retry, self._farewell, self._stuck):
+        self._handshake_timer = Timer(self._end_handshakes)
+        self._leave_timer = Timer(self._end_leaving)
+        self._trim_timer = Timer(lambda _: memory.trim())
+        for timer in (self._handshake_timer, self._leave_timer, self._trim_timer):
             self._loop.add_timer(timer)
+        clients.refuse_descriptors(listener)
+        Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
+        self._loop.add(link.fileno(), self._on_link)
+        if separate is not None:
+            self._loop.add(separate.descriptor, separate.collect)
 
     def run(self) -> None:
         """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
         while self._ends_at == _NEVER:
             self._loop.wait()
-        while self._lanes and clock.now() < self._ends_at:
+        while (self._met or self._leaving) and clock.now() < self._ends_at:
             self._loop.wait(self._ends_at - clock.now())
 
     def close(self) -> None:
-        """Close what is not the caller's."""
-        self._peers.close()
+        """Close all connections."""
+        for user in self._users.values():
+            for each in user.clients:
+                each.close()
         self._loop.close()
+
+    # --- who connects -------------------------------------------------------------------------------------------
+
+    def _let_in(self, connection: socket.socket) -> None:
+        """Begin with a new connection, or close it before anything else is done for it."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            try:
+                name, uid = clients.user_of(connection)
+            except OSError:
+                return  # it has gone
+            now = clock.now()
+            refusal = None if uid in _OPERATORS else self._admission.refusal(name, now)
+            if refusal is not None:
+                self._tell(self._refusals, name, f"new connection of {name} refused: {refusal}")
+                return
+            user = self._users.get(name) or User()
+            client = Client(connection, name, zmtp.Connection(self._mechanism(), self._bounds), now, self._receive)
+            try:
+                clients.prepare(connection, len(user.clients) + 1)
+                client.send(client.protocol.replies)
+            except OSError:
+                return  # likewise
+            client.protocol.replies = []
+            stack.pop_all()
+        self._enter(client, user, now)
+
+    def _enter(self, client: Client, user: User, now: float) -> None:
+        self._users[client.user] = user
+        user.clients.add(client)
+        user.handshakes[client] = self._handshakes[client] = None
+        self._admission.enters(client.user, now)
+        self._crowd.add(client)
+        self._loop.add(client.near.descriptor, functools.partial(self._on_ready, client.near))
+        self._handshake_timer.due_by(now + HANDSHAKE_S)
+        if len(user.handshakes) > MAX_HANDSHAKES:
+            self._hang_up(next(iter(user.handshakes)), f"its user has more than {MAX_HANDSHAKES} handshakes under way")
+        most = max_connections(self._terms.max_connections)
+        for each in self._crowd.reduce(most):
+            self._hang_up(each, f"{most} clients are connected, and most of them are this user's")
+
+    def _end_handshakes(self, now: float) -> None:
+        while self._handshakes:
+            first = next(iter(self._handshakes))
+            if first.since + HANDSHAKE_S > now:
+                self._handshake_timer.set(first.since + HANDSHAKE_S)
+                return
+            self._hang_up(first, f"its handshake is not complete after {HANDSHAKE_S:g} s")
+
+    def _mechanisms(self) -> Callable[[], zmtp.Mechanism]:
+        if not self._terms.secret:
+            return zmtp.Null
+        from weightd.daemon.gate.curve import Curve, secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
+
+        return functools.partial(Curve, secret_key(self._terms.secret), lambda key: key in self._keys)
+
+    # --- what is ready ------------------------------------------------------------------------------------------
+
+    def _on_ready(self, side: Side) -> None:
+        """Something can be read, or the other end is closed."""
+        if side.holds:
+            if side.is_gone():
+                self._on_gone(side)
+            return
+        if self._turns or self._reads >= _READS:
+            self._wait(side)
+            return
+        if not self._reads:
+            self._loop.soon(self._end_turn)
+        self._reads += 1
+        if not side.read(side.client) and side.is_open:
+            self._wait(side)
+
+    def _end_turn(self) -> None:
+        self._reads = 0
+
+    def _wait(self, side: Side) -> None:
+        """Let a side have its turn."""
+        self._hold(side, Side.TURN)
+        self._turns.wait(side.client.user, side)
+        self._loop.soon(self._serve)
+
+    def _serve(self) -> None:
+        """Read what waits, for a moment."""
+        until = clock.now() + _SLICE_S
+        while self._turns:
+            side = self._turns.take()
+            if side.holds != Side.TURN or side.read(side.client):
+                self._release(side, Side.TURN)
+            elif side.is_open:
+                self._turns.wait(side.client.user, side)
+            if clock.now() >= until:
+                break
+        if self._turns:
+            self._loop.soon(self._serve)
+
+    def _hold(self, side: Side, why: int) -> None:
+        """Read nothing, for one more reason."""
+        if side.is_open and not side.holds:
+            self._loop.pause(side.descriptor)
+        side.holds |= why
+
+    def _release(self, side: Side, why: int) -> None:
+        """Read again if there is no other reason not to."""
+        if side.holds & why and side.is_open:
+            side.holds &= ~why
+            if not side.holds:
+                self._loop.resume(side.descriptor)
+
+    def _on_gone(self, side: Side) -> None:
+        client = side.client
+        if side is client.near:
+            self._close(client)
+        elif client not in self._leaving:
+            # What the daemon has sent before is read if the client reads in time.
+            self._leave(client)
 
     # --- clients to daemon --------------------------------------------------------------------------------------
 
-    def _on_clients(self) -> None:
-        """Clients have sent something, or the library has other news."""
-        now = clock.now()
-        for _ in range(_BATCH):
-            received = self._reader.read()
-            if received is None:
-                break
-            self._pass_on(*received, now)
-            # To ask is cheaper than the exception of a read that finds nothing.
-            if self._paused or not self._reader.is_ready:
-                return
-        self._loop.soon(self._look)
+    def _receive(self, client: Client) -> bool:
+        """Read from a client; see `Side`."""
+        try:
+            messages = client.receive()
+        except MemoryError:
+            self._hang_up(client, "there is no memory for what it sends")
+            return True
+        except OSError:
+            self._close(client)
+            return True
+        return self._go_on(client, messages)
 
-    def _look(self) -> None:
-        """Whoever else has used the socket may have taken the news that there is something to read."""
-        if not self._paused and self._reader.is_ready:
-            self._on_clients()
+    def _go_on(self, client: Client, messages: list[zmtp.Message]) -> bool:
+        """Pass messages on, and do what else has come of a read."""
+        protocol = client.protocol
+        if client in self._handshakes:
+            replies, protocol.replies = protocol.replies, []
+            if replies:
+                self._answer(client, replies)
+            if protocol.is_ready and not client.is_closed:
+                self._end_handshake(client)
+        if messages and not client.is_closed:
+            self._pass_on(client, messages)
+        if protocol.pong is not None and not client.is_closed:
+            self._pong(client, protocol.pong)
+        if protocol.error and not client.is_closed:
+            self._refuse(client, protocol.error)
+        if client.is_closed or protocol.error:
+            return True
+        if protocol.work is not None:
+            self._hold(client.near, Side.WORK)
+            self._do(client, protocol.work, functools.partial(self._worked, client))
+        self._count(client)
+        # What is behind, but may not be read now, is read by `_resume`.
+        return bool(client.near.holds & ~Side.TURN) or not protocol.is_behind
 
-    def _pass_on(self, route: bytes, frames: list[zmq.Frame], now: float) -> None:
-        connection = self._given.get(route) or self._peers.sender(route, frames[0])
-        if connection is None:
-            return
-        connection.heard = now
-        lane = self._lanes.get(connection) or self._meet(connection)
-        if lane is None:
-            return
-        if self._reader.has_rest:
-            self._refuse(route, self._terms.too_long)
-            self._close(lane, "a message of more frames than there may be")
+    def _pass_on(self, client: Client, messages: list[zmtp.Message]) -> None:
+        stream = client.stream or self._meet(client)
+        if stream is None:
             return
         try:
-            if not lane.stream.send(frames):
-                self._wait_for_daemon(lane, now)
+            if len(messages) == 1:
+                stream.send(messages[0])
+            else:
+                stream.hold()
+                for frames in messages:
+                    stream.send(frames)
+                stream.let_go()
         except ConnectionError:
-            pass  # what the daemon has said before is read first
+            return  # what the daemon has said before is read first
+        if stream.unsent:
+            self._hold(client.near, Side.OTHER_SIDE)
+            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_stream, client, stream))
 
-    def _wait_for_daemon(self, lane: Lane, now: float) -> None:
-        if lane not in self._unsent:
-            self._unsent[lane] = now
-            self._loop.watch_writes(lane.stream.fileno(), functools.partial(self._flush, lane))
-        if not self._paused and sum(each.unsent for each in self._unsent) > MAX_UNSENT_BYTES:
-            self._pause()
-            self._stuck.set(now + STUCK_S)
-
-    def _pause(self) -> None:
-        self._paused = True
-        self._loop.pause(self._descriptor)
-
-    def _flush(self, lane: Lane) -> None:
+    def _flush_stream(self, client: Client, stream: Stream) -> None:
         """The daemon has read some of what a client has sent."""
-        before = lane.unsent
         try:
-            is_all = lane.stream.flush()
+            if not stream.flush():
+                self._count(client)
+                return
         except ConnectionError:
-            is_all = True  # as above
-        if is_all:
-            self._unsent.pop(lane, None)
-            self._loop.unwatch_writes(lane.stream.fileno())
-        elif lane.unsent < before:
-            self._unsent[lane] = clock.now()
-        self._go_on()
+            pass  # as above
+        self._loop.unwatch_writes(stream.fileno())
+        self._resume(client.near, Side.OTHER_SIDE)
+        self._count(client)
 
-    def _go_on(self) -> None:
-        if (
-            self._paused
-            and self._ends_at == _NEVER
-            and 2 * sum(each.unsent for each in self._unsent) <= MAX_UNSENT_BYTES
-        ):
-            self._paused = False
-            self._loop.resume(self._descriptor)
-            self._loop.soon(self._look)
+    def _resume(self, side: Side, why: int) -> None:
+        """Read again if there is no other reason not to, and first of all what is here already."""
+        if side.holds == why and side.is_behind and side.is_open:
+            side.holds = 0
+            self._loop.resume(side.descriptor)
+            self._wait(side)
+        else:
+            self._release(side, why)
 
-    def _end_stuck(self, now: float) -> None:
-        if not self._paused:
+    def _worked(self, client: Client, result: Any) -> None:
+        """A large frame was decrypted."""
+        if client.is_closed:
             return
-        for lane, since in list(self._unsent.items()):
-            if since + STUCK_S <= now:
-                self._close(lane, f"the daemon has read none of {lane.unsent} bytes for {STUCK_S:g} s")
-        self._stuck.set(now + STUCK_S)
+        if result is None:
+            self._hang_up(client, "there is no memory for what it sends")
+            return
+        messages = client.protocol.worked(result)
+        if client not in self._leaving:
+            self._go_on(client, messages)
+            if not client.is_closed:
+                self._resume(client.near, Side.WORK)
+
+    def _meet(self, client: Client) -> Stream | None:
+        """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
+        try:
+            identity = client.identity()
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            self._hang_up(client, f"no stream to the daemon: {error.strerror}")
+            return None
+        count = len(self._users[client.user].clients)
+        for each in (ours, theirs):
+            clients.limit_buffers(each, count)
+        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, most=zmtp.MOST_MESSAGES)
+        client.stream = Stream(ours, incoming)
+        client.far = Side(client, ours.fileno(), self._fetch)
+        client.has_spoken = True
+        self._met += 1
+        self._loop.add(ours.fileno(), functools.partial(self._on_ready, client.far))
+        with theirs:
+            self._say(link.met(self._met, identity), theirs.fileno())
+        return client.stream
 
     # --- daemon to clients --------------------------------------------------------------------------------------
 
-    def _fetch(self, lane: Lane) -> None:
-        """The daemon has something for a client."""
-        self._loop.soon(self._look)
-        if lane in self._waiting:
-            # Not asked for: it has closed its end, and the client does not read.
-            self._let_go(lane)
-            return
+    def _fetch(self, client: Client) -> bool:
+        """Read from the daemon; see `Side`."""
+        stream = client.stream
+        if stream is None:
+            return True
         try:
-            if not lane.pass_on():
-                self._wait_for_client(lane)
+            incoming = stream.incoming
+            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
         except ConnectionError:
-            self._let_go(lane)
-        except MemoryError:
-            self._close(lane, "there is no memory for its answer")
+            self._part(client)
+            self._leave(client)
+            return True
+        except (MemoryError, OSError):
+            self._hang_up(client, "there is no memory for its answer")
+            return True
+        mechanism = client.protocol.mechanism
+        sealed = mechanism.overhead and sum(sum(message.lengths) for message in messages)
+        if sealed and sealed >= zmtp.SEPARATE_BYTES and client.far is not None:
+            client.sealing = 2 * sealed
+            self._hold(client.far, Side.WORK)
+            frames = [message.frames for message in messages]
+            self._do(client, lambda: _pieces(mechanism, frames), functools.partial(self._sealed, client))
+        elif messages:
+            self._answer(client, _pieces(mechanism, [message.frames for message in messages]))
+        self._count(client)
+        return bool(client.far is None or client.far.holds & ~Side.TURN or not incoming.is_behind)
 
-    def _wait_for_client(self, lane: Lane) -> None:
-        self._waiting[lane] = None
-        self._loop.pause(lane.stream.fileno())
-        self._retry_in = _RETRY_S
-        self._retry.set(clock.now() + self._retry_in)
-        while self._kept() > self._terms.max_memory_bytes:
-            users: dict[str, int] = {}
-            for each in self._waiting:
-                users[each.connection.user] = users.get(each.connection.user, 0) + each.nbytes
-            largest = max(self._waiting, key=lambda each: (users[each.connection.user], each.nbytes))
-            self._close(largest, f"it has not read {largest.nbytes} bytes")
+    def _sealed(self, client: Client, pieces: list[Any] | None) -> None:
+        """Large answers were encrypted."""
+        if client.is_closed:
+            return
+        client.sealing = 0
+        if pieces is None:
+            self._hang_up(client, "there is no memory for its answer")
+            return
+        self._answer(client, pieces)
+        if client.far is not None and not client.is_closed:
+            self._resume(client.far, Side.WORK)
+        self._settle(client)
 
-    def _try_again(self, now: float) -> None:
-        self._loop.soon(self._look)
-        before = self._kept()
-        for lane in list(self._waiting):
-            if lane.go_on():
-                del self._waiting[lane]
-                self._loop.resume(lane.stream.fileno())
-        is_slow = self._kept() == before
-        self._retry_in = min(2 * self._retry_in, _SELDOM * _RETRY_S) if is_slow else _RETRY_S
-        if self._waiting:
-            self._retry.set(now + self._retry_in)
-
-    # --- who is there -------------------------------------------------------------------------------------------
-
-    def _on_peers(self) -> None:
-        for use in self._used:
-            use()
-        for connection in self._peers.ended():
-            lane = self._lanes.get(connection)
-            if lane is not None:
-                self._forget(lane)
-        self._upkeep.seen(clock.now())
-        self._doorman.look()
-
-    def _meet(self, connection: Connection) -> Lane | None:
-        """Somebody speaks for the first time: the daemon gets one end of a pair of sockets for him."""
-        if connection.leaving:
-            return None
+    def _answer(self, client: Client, pieces: Sequence[Any]) -> None:
+        """Send bytes to a client; while some are left, nothing more is fetched for it."""
         try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            self._log(ERROR, f"a connection of {connection.user} is hung up: {error.strerror}")
-            connection.hang_up()
-            return None
-        lane = Lane(connection, open_stream(ours), Unread(self._router, connection.route))
-        self._lanes[connection] = lane
-        self._loop.add(ours.fileno(), functools.partial(self._fetch, lane))
-        with theirs:
-            self._say(link.met(len(self._lanes), connection.identity), theirs.fileno())
-        return lane
+            is_all = client.send(pieces)
+        except OSError:
+            self._close(client)
+            return
+        if not is_all:
+            if client.far is not None:
+                self._hold(client.far, Side.OTHER_SIDE)
+            self._loop.watch_writes(client.near.descriptor, functools.partial(self._flush_client, client))
 
-    def _refuse(self, route: bytes, message: bytes) -> None:
-        self._loop.soon(self._look)
+    def _flush_client(self, client: Client) -> None:
+        """A client has read some of what it was sent."""
         try:
-            multipart.send(self._router, [route, message], multipart.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (errno.EAGAIN, errno.EHOSTUNREACH):
-                raise
+            is_all = client.flush()
+        except OSError:
+            self._close(client)
+            return
+        if is_all:
+            self._loop.unwatch_writes(client.near.descriptor)
+            if client.far is not None:
+                self._resume(client.far, Side.OTHER_SIDE)
+        self._count(client)
+        self._settle(client)
 
-    def _close(self, lane: Lane, why: str) -> None:
-        """Hang a client up, and forget what it has asked."""
-        self._log(WARNING, f"a connection of {lane.connection.user} is hung up: {why}")
-        self._let_go(lane)
+    def _pong(self, client: Client, content: bytes) -> None:
+        """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
+        client.protocol.pong = None
+        if not client.outgoing.nbytes and not client.sealing:
+            self._answer(client, [zmtp.pong(client.protocol.mechanism, content)])
 
-    def _let_go(self, lane: Lane) -> None:
-        """Close a client's stream, and its connection when what it was told has left."""
-        self._leaving.append((clock.now() + _FAREWELL_S, lane.connection))
-        self._farewell.set(self._leaving[0][0])
-        self._forget(lane)
+    # --- who leaves ---------------------------------------------------------------------------------------------
 
-    def _hang_up_leaving(self, now: float) -> None:
-        while self._leaving and self._leaving[0][0] <= now:
-            connection = self._leaving.popleft()[1]
-            if self._peers.is_there(connection):
-                connection.hang_up()
-        if self._leaving:
-            self._farewell.set(self._leaving[0][0])
+    def _refuse(self, client: Client, text: str) -> None:
+        """End a connection whose client does not follow the protocol, and tell it why."""
+        self._tell_hang_up(client, text)
+        # Nothing may be encrypted while a large answer is.
+        if client.protocol.is_ready and not client.sealing:
+            frame = link.error_frame(self._terms.error, f"{text}: this connection ends")
+            self._answer(client, zmtp.message(client.protocol.mechanism, [frame]))
+        if not client.is_closed:
+            self._part(client)
+            self._leave(client)
 
-    def _forget(self, lane: Lane) -> None:
+    def _leave(self, client: Client) -> None:
+        """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
+        self._hold(client.near, Side.LEAVING)
+        until = self._leaving.setdefault(client, clock.now() + LINGER_S)
+        self._leave_timer.due_by(until)
+        self._settle(client)
+
+    def _settle(self, client: Client) -> None:
+        """Where all was sent to a client that leaves, tell it that this is the end."""
+        if client in self._leaving and client.stream is None and not client.outgoing.nbytes and not client.sealing:
+            with contextlib.suppress(OSError):
+                client.connection.shutdown(socket.SHUT_WR)
+            soon = clock.now() + _FAREWELL_S
+            self._leaving[client] = min(self._leaving[client], soon)
+            self._leave_timer.due_by(soon)
+
+    def _end_leaving(self, now: float) -> None:
+        for each in [each for each, until in self._leaving.items() if until <= now]:
+            self._close(each)
+        self._leave_timer.set(min(self._leaving.values(), default=_NEVER))
+
+    def _part(self, client: Client) -> None:
         """Close a client's stream: what it has asked ends in the daemon."""
-        lane.connection.leaving = True
-        del self._lanes[lane.connection]
-        self._unsent.pop(lane, None)
-        self._waiting.pop(lane, None)
-        self._loop.remove(lane.stream.fileno())
-        lane.stream.close()
-        self._go_on()
-        self._say(link.left(len(self._lanes)))
+        if client.stream is not None and client.far is not None:
+            self._turns.forget(client.user, client.far)
+            self._loop.remove(client.far.descriptor)
+            client.close_stream()
+            self._met -= 1
+            self._say(link.left(self._met))
 
-    # --- within -------------------------------------------------------------------------------------------------
+    def _hang_up(self, client: Client, why: str) -> None:
+        """End a connection at once."""
+        self._tell_hang_up(client, why)
+        self._close(client)
+
+    def _close(self, client: Client) -> None:
+        if client.is_closed:
+            return
+        self._part(client)
+        self._end_handshake(client)
+        self._turns.forget(client.user, client.near)
+        self._loop.remove(client.near.descriptor)
+        client.close()
+        self._leaving.pop(client, None)
+        self._crowd.remove(client)
+        self._admission.leaves(client.user)
+        user = self._users[client.user]
+        user.clients.discard(client)
+        user.nbytes -= client.nbytes
+        self._kept -= client.nbytes
+        if not user.clients:
+            del self._users[client.user]
+
+    def _end_handshake(self, client: Client) -> None:
+        self._handshakes.pop(client, None)
+        self._users[client.user].handshakes.pop(client, None)
+
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def _count(self, client: Client) -> None:
+        """See how much is kept for a client; where that is too much in all, hang up who has most."""
+        if client.is_closed:
+            return
+        more = client.kept() - client.nbytes
+        if not more:
+            return
+        client.nbytes += more
+        self._users[client.user].nbytes += more
+        self._kept += more
+        if self._kept > _LARGE_BYTES:
+            self._trim_timer.set(clock.now() + _QUIET_S)
+        most = self._terms.max_memory_bytes
+        while self._kept > most:
+            user = max(self._users.values(), key=lambda each: each.nbytes)
+            largest = max(user.clients, key=lambda each: each.nbytes)
+            self._hang_up(
+                largest,
+                f"more than {most} bytes (max_memory_bytes) are kept for clients, and {user.nbytes} of them for this "
+                "user",
+            )
+
+    def _do(self, client: Client, call: Callable[[], Any], done: Callable[[Any], object]) -> None:
+        if self._separate is not None:
+            self._separate.run(client.user, call, done)
+
+    # --- the daemon ---------------------------------------------------------------------------------------------
+
+    def _tell_hang_up(self, client: Client, why: str) -> None:
+        self._tell(self._hang_ups, client.user, f"a connection of {client.user} is hung up: {why}")
+
+    def _tell(self, seldom: Seldom, user: str, text: str) -> None:
+        """Log what a user can bring about as often as it likes."""
+        untold = seldom.tell(user, clock.now())
+        if untold is not None:
+            more = f" ({untold} more of {user} since the last such line)" if untold else ""
+            self._log(WARNING, text + more)
 
     def _log(self, level: int, text: str) -> None:
         self._say(link.said(level, text))
@@ -314,16 +575,27 @@ class Gate:
     def _on_link(self) -> None:
         try:
             for message in self._link.receive():
-                self._peers.admit(link.of_gates_daemon(message.frames[0]))
+                self._keys = _known(link.of_gates_daemon(message.frames[0]))
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
             self._loop.remove(self._link.fileno())
-            if not self._paused:
-                self._pause()
+            self._loop.remove(self._listener.fileno())
+            for user in self._users.values():
+                for each in user.clients:
+                    self._hold(each.near, Side.LEAVING)
             self._ends_at = clock.now() + LINGER_S
 
-    def _kept(self) -> int:
-        return sum(each.nbytes for each in self._waiting)
 
-    def _counted(self) -> int:
-        return self._kept() + sum(each.unsent for each in self._unsent)
+class _Any:
+    """All keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def _known(keys: Sequence[str] | None) -> frozenset[str] | _Any:
+    return _Any() if keys is None else frozenset(keys)
+
+
+def _pieces(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
+    return [piece for frames in messages for piece in zmtp.message(mechanism, frames)]

@@ -29,10 +29,11 @@ class Terms(NamedTuple):
         max_frame_bytes: who announces a larger frame is hung up.
         max_memory_bytes: that it may take for what its peers send and do not read.
         max_connections: clients that may be there; 0 for as many as there are descriptors for.
+        max_user_connections: connections that one user or host may have; 0 for no limit.
+        max_user_connection_rate: new ones a second, likewise.
         secret: its key of CURVE in Z85; "" where clients speak without.
         keys: those of clients that are let in, with CURVE; None for any.
-        twin: the message for who is not heard, because another has the same routing id.
-        too_long: for who has sent more frames than there may be.
+        error: the beginning of the message to a client that breaks the protocol, see `error_frame`.
     """
 
     name: str
@@ -40,14 +41,15 @@ class Terms(NamedTuple):
     max_frame_bytes: int
     max_memory_bytes: int
     max_connections: int
+    max_user_connections: int
+    max_user_connection_rate: float
     secret: str
     keys: Sequence[str] | None
-    twin: bytes
-    too_long: bytes
+    error: bytes
 
     def frames(self, number: int) -> list[bytes]:
         """Return the message by which the zygote is asked for the gate of this number."""
-        return [json.dumps([number, *self[:7]]).encode(), *self[7:]]
+        return [json.dumps([number, *self[:-1]]).encode(), self.error]
 
     def __repr__(self) -> str:
         """Return what may be shown: no secret."""
@@ -107,7 +109,19 @@ class News(NamedTuple):
 def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:
     """Return what `Terms.frames` has written."""
     number, *terms = json.loads(frames[0])
-    return number, Terms(*terms, *map(bytes, frames[1:]))
+    values: list[Any] = [*terms, bytes(frames[1])]
+    return number, Terms(*values)
+
+
+def error_start(message: bytes) -> bytes:
+    """Return what is to be in `Terms.error`, from an encoded error without a text, which has the text at its end."""
+    return message[:-1]
+
+
+def error_frame(start: bytes, text: str) -> bytes:
+    """Return the error with a text: as msgpack writes a text of up to 65,535 bytes."""
+    encoded = text.encode()
+    return start + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
 def admits(keys: Sequence[str] | None) -> bytes:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import socket
 
-import zmq
-from zmq.utils.garbage import gc as library_frames
-
 from weightd.daemon.gate import confinement
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Terms
-from weightd.daemon.gate.listening import accept, make_router
-from weightd.daemon.gate.memory import Memory, go_before_the_daemon
+from weightd.daemon.gate.memory import go_before_the_daemon, mapped_bytes
+from weightd.daemon.gate.separate import Separate
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.shared.stream import Stream
 
@@ -24,19 +21,14 @@ def run(link: socket.socket, listener: socket.socket, terms: Terms) -> None:
     confinement.name_process(f"gate {terms.name}")
     allow_descriptors()
     go_before_the_daemon()
-    memory = Memory()
+    mapped = mapped_bytes()
+    listener.setblocking(False)
+    separate = Separate() if terms.secret else None
+    gate = Gate(listener, Stream(link), terms, separate)
     confinement.give_up_rights()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    # All threads there will be: the library's, and the one that lets go of frames it has written.
-    context.socket(zmq.PAIR).close()
-    library_frames.start()
-    most = memory.mapped_bytes() + terms.max_memory_bytes + _MARGIN_BYTES
-    confinement.give_up_growth(most)
-    router = make_router(context, terms.max_frame_bytes, terms.secret)
-    gate = Gate(router, Stream(link), terms, memory)
-    accept(router, listener, terms.address)
+    if separate is not None:
+        separate.start()
+    # What a client announces is mapped, and then found to be too much.
+    confinement.give_up_growth(mapped + 2 * terms.max_memory_bytes + _MARGIN_BYTES)
     gate.run()
-    # What was said last gets its time to leave.
     gate.close()
-    router.close()
-    context.term()

@@ -1,0 +1,289 @@
+"""One client of a gate: its connection, the stream on which the daemon serves it, and what is between the two."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weightd.daemon.gate import zmtp
+from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.host.credentials import credentials, groups
+from weightd.protocol.framing import LARGE_BYTES, Outgoing
+from weightd.shared.stream import Stream
+
+# What is read at once, unless a large frame is under way.
+_CHUNK_BYTES = 64 * 1024
+
+# Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
+_JOINED_BYTES = 16 * 1024
+
+# Of linux/socket.h, since Linux 6.16: whether a peer may send descriptors.
+_SO_PASSRIGHTS = 83
+
+# The kernel finds out within a minute that the host of a client is gone. On a Unix socket it knows at once.
+_TCP_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
+)
+
+# The kernel's buffers of one connection, and of all connections of a user, about. The kernel counts twice as much.
+_BUFFER_BYTES = 256 * 1024
+_LEAST_BUFFER_BYTES = 8 * 1024
+_USER_BUFFER_BYTES = 32 * 1024 * 1024
+
+
+class Side:
+    """One of the two sockets of a client.
+
+    Args:
+        client: whose it is.
+        descriptor: of the socket.
+        read: reads once, and passes on what has come; returns whether nothing more is there to be passed on.
+
+    Attributes:
+        holds: why nothing is read: some of the reasons below.
+        is_open: whether the socket is.
+    """
+
+    __slots__ = ("client", "descriptor", "holds", "is_open", "read")
+
+    # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
+    # on its way out.
+    TURN, OTHER_SIDE, WORK, LEAVING = 1, 2, 4, 8
+
+    def __init__(self, client: Client, descriptor: int, read: Callable[[Client], bool]) -> None:
+        self.client = client
+        self.descriptor = descriptor
+        self.read = read
+        self.holds = 0
+        self.is_open = True
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was read that was not passed on."""
+        client = self.client
+        if self is client.near:
+            return client.protocol.is_behind
+        return client.stream is not None and client.stream.incoming.is_behind
+
+    def is_gone(self) -> bool:
+        """Return whether the other end is closed."""
+        poll = select.poll()
+        poll.register(self.descriptor, 0)
+        return bool(poll.poll(0))
+
+
+class Client:
+    """A client.
+
+    Args:
+        connection: to it; this object owns the socket.
+        user: on whose account it goes: a user, over TCP a host.
+        protocol: finds messages in what it sends.
+        since: when it connected.
+        read: see `Side`, for its connection.
+
+    Attributes:
+        near: its connection, as a side.
+        far: the stream to the daemon, as a side; None while there is none.
+        stream: this stream.
+        outgoing: what was not sent yet.
+        sealing: bytes of the answers that are being encrypted.
+        nbytes: that are kept here for it, as they were counted last.
+        has_spoken: whether a message of it has come.
+        is_closed: whether it has gone.
+    """
+
+    __slots__ = (
+        "connection",
+        "far",
+        "has_spoken",
+        "is_closed",
+        "nbytes",
+        "near",
+        "outgoing",
+        "protocol",
+        "sealing",
+        "since",
+        "stream",
+        "user",
+    )
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        user: str,
+        protocol: zmtp.Connection,
+        since: float,
+        read: Callable[[Client], bool],
+    ) -> None:
+        self.connection = connection
+        self.user = user
+        self.protocol = protocol
+        self.since = since
+        self.near = Side(self, connection.fileno(), read)
+        self.far: Side | None = None
+        self.stream: Stream | None = None
+        self.outgoing = Outgoing()
+        self.sealing = self.nbytes = 0
+        self.has_spoken = self.is_closed = False
+
+    def identity(self) -> PeerIdentity:
+        """Return who it is, as the kernel and the handshake tell.
+
+        Raises:
+            OSError: it has gone.
+        """
+        key = self.protocol.mechanism.key
+        if self.connection.family == socket.AF_UNIX:
+            pid, uid, gid = credentials(self.connection)
+            return PeerIdentity(uid, pid, "", (gid, *groups(self.connection)), key)
+        return PeerIdentity(None, None, host_of(self.connection), (), key)
+
+    def receive(self) -> list[zmtp.Message]:
+        """Read once; return the messages that have come whole with that.
+
+        Raises:
+            OSError: it has gone, or there is no memory for what it sends.
+            MemoryError: likewise.
+        """
+        protocol = self.protocol
+        if protocol.is_behind:
+            return protocol.receive(b"")
+        try:
+            if protocol.missing >= LARGE_BYTES:
+                count = self.connection.recv_into(protocol.target())
+                if count:
+                    return protocol.filled(count)
+            else:
+                data = self.connection.recv(_CHUNK_BYTES)
+                if data:
+                    return protocol.receive(data)
+        except BlockingIOError:
+            return []
+        raise ConnectionResetError
+
+    def send(self, pieces: Sequence[Any]) -> bool:
+        """Send bytes, or as much of them as goes now; return whether nothing is left.
+
+        Raises:
+            OSError: it has gone.
+        """
+        outgoing = self.outgoing
+        if outgoing.nbytes or sum(map(len, pieces)) > _JOINED_BYTES:
+            is_first = not outgoing.nbytes
+            outgoing.put(pieces)
+            return is_first and self.flush()
+        data = b"".join(pieces)
+        try:
+            sent = self.connection.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            outgoing.put([memoryview(data)[sent:]])
+        return sent == len(data)
+
+    def flush(self) -> bool:
+        """Send what is left; return whether nothing is left now.
+
+        Raises:
+            OSError: it has gone.
+        """
+        outgoing = self.outgoing
+        while outgoing.nbytes:
+            pieces, _ = outgoing.next()
+            try:
+                outgoing.wrote(self.connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL))
+            except BlockingIOError:
+                return False
+        return True
+
+    def kept(self) -> int:
+        """Return how many bytes are kept for it now."""
+        count = self.protocol.held + self.outgoing.nbytes + self.sealing
+        if self.stream is not None:
+            count += self.stream.unsent + self.stream.incoming.announced
+        return count
+
+    def close(self) -> None:
+        """Close both sides."""
+        self.is_closed = True
+        self.near.is_open = False
+        self.connection.close()
+        self.close_stream()
+
+    def close_stream(self) -> None:
+        """Close the stream to the daemon, if there is one."""
+        if self.far is not None:
+            self.far.is_open = False
+        if self.stream is not None:
+            self.stream.close()
+        self.stream = self.far = None
+
+
+def refuse_descriptors(listener: socket.socket) -> None:
+    """Have the kernel refuse descriptors that clients send, where it can; it closes those that nobody takes anyway."""
+    if listener.family == socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+
+
+def host_of(connection: socket.socket) -> str:
+    """Return the host at the other end of a TCP connection.
+
+    Raises:
+        OSError: it has gone.
+    """
+    # A socket that takes both writes addresses of version 4 so.
+    return str(connection.getpeername()[0]).removeprefix("::ffff:")
+
+
+def user_of(connection: socket.socket) -> tuple[str, int | None]:
+    """Return on whose account a new connection goes, and the user id; None over TCP.
+
+    Over TCP it is the host. One that has IPv6 has a network of 64 bits, and may take any address of that.
+
+    Raises:
+        OSError: it has gone.
+    """
+    if connection.family == socket.AF_UNIX:
+        uid = credentials(connection).uid
+        return f"uid {uid}", uid
+    host = host_of(connection)
+    if ":" in host:
+        packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+        host = f"{socket.inet_ntop(socket.AF_INET6, packed[:8] + bytes(8))}/64"
+    return f"host {host}", None
+
+
+def buffer_bytes(count: int) -> int:
+    """Return how large a kernel buffer of one more connection of a user is to be who has so many."""
+    return min(max(_USER_BUFFER_BYTES // max(count, 1), _LEAST_BUFFER_BYTES), _BUFFER_BYTES)
+
+
+def prepare(connection: socket.socket, count: int) -> None:
+    """Set the options of a new connection of a user who has so many.
+
+    Raises:
+        OSError: it has gone.
+    """
+    connection.setblocking(False)
+    limit_buffers(connection, count)
+    if connection.family != socket.AF_UNIX:
+        for level, option, value in _TCP_OPTIONS:
+            connection.setsockopt(level, option, value)
+
+
+def limit_buffers(connection: socket.socket, count: int) -> None:
+    """Set how much the kernel keeps of what one end has sent and the other has not read."""
+    nbytes = buffer_bytes(count)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)

@@ -1,0 +1,117 @@
+"""What the kernel knows of a client, and what it keeps for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from weightd.daemon.gate import client
+from weightd.daemon.gate.client import Client, buffer_bytes, host_of, prepare, refuse_descriptors, user_of
+from weightd.daemon.gate.link import PeerIdentity
+from weightd.daemon.gate.zmtp import Bounds, Connection, Null
+from weightd.shared.stream import Stream
+
+KIB = 1024
+
+
+def accepted(host: str, family: int = socket.AF_INET) -> tuple[socket.socket, socket.socket]:
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as listener:
+        other = socket.create_connection((host if host != "::" else "127.0.0.1", listener.getsockname()[1]))
+        return listener.accept()[0], other
+
+
+def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        assert made.identity() == PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
+        assert user_of(ours) == (f"uid {os.getuid()}", os.getuid())
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
+def test_over_tcp_the_kernel_knows_the_host(host: str, family: int) -> None:
+    ours, theirs = accepted(host, family)
+    with ours, theirs:
+        assert (host_of(ours), user_of(ours)) == ("127.0.0.1", ("host 127.0.0.1", None))
+
+
+def test_the_addresses_of_one_network_of_ipv6_are_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = accepted("127.0.0.1")
+    with ours, theirs:
+        for host in ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::7%eth0"):
+            monkeypatch.setattr(client, "host_of", lambda _, host=host: host)
+            assert user_of(ours) == ("host 2001:db8:1:2::/64", None)
+
+
+def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
+    assert [buffer_bytes(count) for count in (1, 128, 256, 1024, 100_000)] == [
+        256 * KIB,
+        256 * KIB,
+        128 * KIB,
+        32 * KIB,
+        8 * KIB,
+    ]
+    # Each has one to the client and two between gate and daemon; 1,024 connections are the limit by default.
+    assert sum(map(buffer_bytes, range(1, 1025))) < 128 * 1024 * KIB
+    ours, theirs = accepted("127.0.0.1")
+    with ours, theirs:
+        prepare(ours, 1024)
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * 32 * KIB
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * 32 * KIB
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_descriptors_are_refused_or_closed_unseen(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        refuse_descriptors(listener)
+        peer.connect(str(tmp_path / "s"))
+        ours, _ = listener.accept()
+        reader, writer = os.pipe()
+        try:
+            socket.send_fds(peer, [b"x"], [writer])
+        except PermissionError:
+            os.close(writer)
+        else:  # an older kernel
+            os.close(writer)
+            assert ours.recv(10) == b"x"
+        with ours:
+            os.set_blocking(reader, False)
+            assert os.read(reader, 1) == b""
+        os.close(reader)
+
+
+def test_what_cannot_be_sent_waits_and_counts() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.setblocking(False)
+        made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        piece = bytes(100 * KIB)
+        sent = [made.send([b"head", piece]) for _ in range(10)]
+        assert not all(sent)
+        assert made.send([b"tail"]) is False
+        waits = made.kept()
+        assert 0 < waits < 10 * (4 + len(piece)) + 4
+        received = b""
+        while not made.flush():
+            received += theirs.recv(1 << 20)
+        made.close()
+        received += b"".join(iter(lambda: theirs.recv(1 << 20), b""))
+    assert received == 10 * (b"head" + piece) + b"tail"
+
+
+def test_a_client_that_has_a_stream_counts_what_the_daemon_has_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    near, peer = socket.socketpair()
+    with theirs, peer:
+        made = Client(near, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
+        made.stream = Stream(ours)
+        made.stream.send([bytes(1 << 20)])
+        assert made.kept() == made.stream.unsent > 0
+        made.close()
+        assert peer.recv(1) == b""
