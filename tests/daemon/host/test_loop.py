@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import zmq
 
 from weightd.daemon.host.clock import TICK_S, Clock
 from weightd.daemon.host.loop import Loop, signals
+from weightd.daemon.host.sockets import watch
 from weightd.daemon.host.timers import Timer
 
 
@@ -61,20 +62,6 @@ def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: Loop, p
     assert [len(pipe.read) for pipe in pipes] == [100, 0, 0]
 
 
-def test_sockets_and_descriptors_are_waited_for_together(loop: Loop, pipes: list[Pipe]) -> None:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://loop")
-        theirs.connect("inproc://loop")
-        received: list[bytes] = []
-        loop.add(ours, lambda: received.append(ours.recv()))
-        theirs.send(b"hello")
-        loop.wait(60.0)
-        assert (received, pipes[0].read) == ([b"hello"], b"")
-        os.write(pipes[0].writer, b"x")
-        loop.wait(60.0)
-        assert (received, pipes[0].read) == ([b"hello"], b"x")
-
-
 def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
     loop = Loop()
     called: list[int] = []
@@ -94,8 +81,7 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
-@pytest.mark.parametrize("seldom", [False, True])
-def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int, seldom: bool) -> None:
+def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, each: int) -> None:
     """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://loop")
@@ -110,40 +96,17 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, ea
                 received.append(ours.recv())
                 ours.send(b"answer")
 
-        use: Callable[[], None] | None = None
-        if seldom:
-            use = loop.add_seldom(ours, on_message)
-        else:
-            loop.add(ours, on_message)
+        use = watch(loop, ours, on_message)
         for number in range(10):
             theirs.send(b"%d" % number)
             theirs.send(b"again")
             ours.send(b"something else")
-            if use is not None:
-                use()
+            use()
             while len(received) < 2 * (number + 1):
                 before = len(received)
                 loop.wait(60.0)
                 assert len(received) > before
         assert received[::2] == [b"%d" % number for number in range(10)]
-
-
-def test_a_socket_that_pauses_is_not_heard_and_keeps_nobody_awake(loop: Loop) -> None:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
-        ours.bind("inproc://loop")
-        theirs.connect("inproc://loop")
-        received: list[bytes] = []
-        loop.add(ours, lambda: received.append(ours.recv()))
-        theirs.send(b"one")
-        loop.pause(ours)
-        theirs.send(b"two")
-        begin = time.monotonic()
-        loop.wait(0.05)
-        assert (received, time.monotonic() - begin >= 0.05) == ([], True)
-        loop.resume(ours)
-        while len(received) < 2:
-            loop.wait(60.0)
-        assert received == [b"one", b"two"]
 
 
 # --- writing, hangups and numbers that come back --------------------------------------------------------------------

@@ -41,7 +41,7 @@ from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.processes import Process
 from weightd.daemon.host.shortage import explained
-from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send
+from weightd.daemon.host.sockets import BATCH, Received, bind, peer_pid, receive, send, watch
 from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, clip, encode
@@ -127,7 +127,7 @@ class Backend:
         self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane, self._on_broken_lane)
         self._address = config.children_address
         self._socket = bind(context, self._address)
-        self._use = loop.add_seldom(self._socket, self._on_messages)
+        self._use = watch(loop, self._socket, self._on_messages)
         self._servers = ForkServers(self._directory, self._address, self._start_server, self._running.kill)
         self._nursery = Nursery(self._launcher, loop, self.order, self._born, self._end_surplus, self._running.kill)
 

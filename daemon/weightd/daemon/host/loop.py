@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import select
 import signal
 from collections.abc import Callable, Generator
 
-import zmq
-
 from weightd.daemon.host.clock import Clock, process_clock
 from weightd.daemon.host.timers import Timer, Timers
 
 _LONGEST_WAIT_S = 3600.0
-
-# Plain integers: pyzmq's own are slower.
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
@@ -33,7 +27,7 @@ _READABLE = ~_OUT
 
 
 class Loop:
-    """Handlers by what they wait for: a file descriptor, a ZeroMQ socket or a time.
+    """Handlers by what they wait for: a file descriptor or a time.
 
     All descriptors stand in one epoll, and all times in one heap: a hundred children, a thousand connections or a
     thousand models cost a wake-up no more than one. A descriptor's handler is called again and again until nothing is
@@ -66,39 +60,14 @@ class Loop:
         # another file already, to which no event belongs.
         self._ready: dict[int, int] = {}
         self._soon: dict[Callable[[], object], None] = {}
-        # The descriptor of a ZeroMQ socket tells once that something came, to whoever uses the socket next: that may
-        # not be this loop. So these are asked before it waits.
-        self._sockets: dict[zmq.Socket[bytes], Callable[[], object]] = {}
-        self._paused: dict[zmq.Socket[bytes], Callable[[], object]] = {}
         self._each_turn: Callable[[], object] | None = None
         self._runs = False
 
-    def add(self, source: zmq.Socket[bytes] | int, handler: Callable[[], object]) -> None:
-        """Call `handler` whenever `source` is readable, or its peer has gone."""
-        if isinstance(source, int):
-            self._epoll.register(source, _IN)
-            self._masks[source] = _IN
-            self._readers[source] = handler
-        else:
-            self._sockets[source] = handler
-            self.add(int(source.FD), functools.partial(_call_if_readable, source, handler))
-
-    def add_seldom(self, source: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
-        """Call `handler` whenever a socket is readable that is seldom used, and that costs nothing meanwhile.
-
-        To ask a socket takes longer than to wait for all others. Whoever has used it outside of the handler calls what
-        is returned.
-        """
-
-        def look() -> None:
-            if _is_readable(source):
-                use()
-                handler()
-
-        use = functools.partial(self.soon, look)
-        self.add(int(source.FD), use)
-        use()
-        return use
+    def add(self, descriptor: int, handler: Callable[[], object]) -> None:
+        """Call `handler` whenever `descriptor` is readable, or its peer has gone."""
+        self._epoll.register(descriptor, _IN)
+        self._masks[descriptor] = _IN
+        self._readers[descriptor] = handler
 
     def remove(self, descriptor: int) -> None:
         """Stop waiting for `descriptor`, in both directions; call it before that is closed."""
@@ -118,19 +87,13 @@ class Loop:
         if self._writers.pop(descriptor, None) is not None:
             self._want(descriptor, self._masks[descriptor] & ~_OUT)
 
-    def pause(self, source: zmq.Socket[bytes] | int) -> None:
-        """Do not tell that `source` is readable, only once that its peer has gone, until `resume`."""
-        if not isinstance(source, int):
-            self._paused[source] = self._sockets.pop(source)
-            source = int(source.FD)
-        self._want(source, self._masks[source] & ~_IN)
+    def pause(self, descriptor: int) -> None:
+        """Do not tell that `descriptor` is readable, only once that its peer has gone, until `resume`."""
+        self._want(descriptor, self._masks[descriptor] & ~_IN)
 
-    def resume(self, source: zmq.Socket[bytes] | int) -> None:
-        """Tell again that `source` is readable."""
-        if not isinstance(source, int):
-            self._sockets[source] = self._paused.pop(source)
-            source = int(source.FD)
-        self._want(source, self._masks[source] | _IN)
+    def resume(self, descriptor: int) -> None:
+        """Tell again that `descriptor` is readable."""
+        self._want(descriptor, self._masks[descriptor] | _IN)
 
     def add_timer(self, timer: Timer) -> None:
         """Call the timer's handler whenever it is due."""
@@ -178,8 +141,6 @@ class Loop:
         self._epoll.close()
 
     def _turn(self, seconds: float) -> None:
-        if self._sockets:
-            self._ask()
         if self._soon or seconds < 0.0:
             seconds = 0.0
         self._call_ready(self._poll(seconds))
@@ -220,11 +181,6 @@ class Loop:
         seconds, self._stopped = self._clock.stopped - self._stopped, self._clock.stopped
         self._on_pause(seconds)
 
-    def _ask(self) -> None:
-        for socket, handler in self._sockets.items():
-            if _is_readable(socket):
-                self._soon[handler] = None
-
     def _rest_again(self, now: float) -> None:
         self._rest.set(now + _LONGEST_WAIT_S)
 
@@ -245,16 +201,6 @@ class Loop:
         if mask != self._masks[descriptor]:
             self._masks[descriptor] = mask
             self._epoll.modify(descriptor, mask or _END_ONLY)
-
-
-def _is_readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
-
-
-def _call_if_readable(socket: zmq.Socket[bytes], handler: Callable[[], object]) -> None:
-    """The descriptor of a ZeroMQ socket tells that something has happened to it, whatever it is."""
-    if _is_readable(socket):
-        handler()
 
 
 def _only_wake(number: int, frame: object) -> None:

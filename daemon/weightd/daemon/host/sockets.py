@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from weightd.daemon.host.directories import ClaimError
+from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.routing import seed
 from weightd.protocol import limits
 from weightd.shared import multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 BATCH = 64
+
+# Plain integers: pyzmq's own are slower.
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 # Only this user may connect.
 PRIVATE = 0o177
@@ -57,6 +62,25 @@ def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[by
     finally:
         os.umask(before)
     return socket
+
+
+def watch(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
+    """Have a loop call `handler` whenever a socket is readable.
+
+    The descriptor of a ZeroMQ socket reports once that a message has come, and whoever uses the socket next may take
+    the report. To ask the socket takes longer than to wait for all others, so the loop does not ask it in each turn:
+    whoever has used the socket outside of the handler calls what is returned.
+    """
+
+    def look() -> None:
+        if int(socket.getsockopt(_EVENTS)) & _POLLIN:
+            use()
+            handler()
+
+    use = functools.partial(loop.soon, look)
+    loop.add(int(socket.FD), use)
+    use()
+    return use
 
 
 def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
