@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from targets import decoder, framing, store
+from targets import decoder, framing, store, zmtp
 from targets.decoder import TABLES
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -46,7 +46,7 @@ _REFUSED: dict[str, bytes] = {
 
 def seeds() -> dict[str, bytes]:
     """Return the seeds that are made, by their path in the corpus."""
-    return {**_framing(), **_decoder(), **_store()}
+    return {**_framing(), **_zmtp(), **_decoder(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:
@@ -89,6 +89,24 @@ def _framing() -> dict[str, bytes]:
         "too-long": framing.written(struct.pack("<2I", 1, framing.FRAME_BYTES + 1)),
     }
     return {f"framing/{name}": data for name, data in found.items()}
+
+
+def _zmtp() -> dict[str, bytes]:
+    small = b"\1\x08envelope\1\0\0\3xyz"
+    large = b"\2" + (2 * LARGE_BYTES - 1).to_bytes(8, "big")
+    found = {
+        "small": zmtp.written(small + small),
+        "cut": zmtp.written(*(small[at : at + 1] for at in range(len(small)))),
+        "large": zmtp.written(b"\1\2ab" + large, b"cd" + small, 1, 2),
+        "ping": zmtp.written(b"\4\x0a\4PING\0\0abc" + small),
+        "many": zmtp.written(*[b"\0\1x" * 60] * 3),
+        "handshake": zmtp.written(zmtp.GREETING[:20], zmtp.GREETING[20:] + zmtp.READY, small, is_ready=False),
+        "no-greeting": zmtp.written(b"GET / HTTP/1.1\r\n", is_ready=False),
+        "too-many": zmtp.written(b"\1\0" * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS) + b"\0\0"),
+        "too-long": zmtp.written(b"\2" + (zmtp.BOUNDS.frame + 1).to_bytes(8, "big")),
+        "flags": zmtp.written(small + b"\x10\0"),
+    }
+    return {f"zmtp/{name}": data for name, data in found.items()}
 
 
 def _decoder() -> dict[str, bytes]:

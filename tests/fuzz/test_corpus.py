@@ -15,6 +15,7 @@ from targets import decoder
 from targets.decoder import TABLES, Refusal
 from weightd.daemon.config import load as product_config
 from weightd.daemon.config.model import ModelConfig
+from weightd.daemon.gate.zmtp import Connection
 from weightd.protocol import codec
 from weightd.protocol.framing import Incoming, Message
 from weightd.protocol.messages.data import RequestDescription
@@ -78,6 +79,10 @@ def nothing(*_: object) -> None:
     pass
 
 
+def anything(*_: object) -> bool:
+    return True
+
+
 def short(self: OpenStore) -> Any:
     return HONEST_HASHES(self)[1:]
 
@@ -96,6 +101,8 @@ HONEST_HASHES = OpenStore.hashes
 DEFECTS = [
     ("framing", Incoming, "_next", broken, KeyError),
     ("framing", Incoming, "_fill", skipping, AssertionError),
+    ("zmtp", Connection, "_take", broken, KeyError),
+    ("zmtp", Connection, "_admits", anything, AssertionError),
     ("decoder", codec, "_unpack", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),

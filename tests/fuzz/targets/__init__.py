@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-NAMES = ("framing", "decoder", "store", "config")
+NAMES = ("framing", "zmtp", "decoder", "store", "config")
 
 
 class Target(NamedTuple):

@@ -1,0 +1,100 @@
+"""ZMTP as a gate reads it: whatever comes, and in whichever pieces, the messages are those that stand there.
+
+An input is pieces of a stream, after a handshake if the first byte says so: a byte with the length of a piece, and the
+piece. A length of `FILLER` stands for as many bytes as it takes to read a large frame to where it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from targets.reader import Reader
+from weightd.daemon.gate.zmtp import COMMAND, LONG, MAX_COMMAND_BYTES, MORE, Bounds, Connection, Null
+from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
+
+FILLER = 255
+_FILLING = b"\xff" * LARGE_BYTES  # as the beginning of a frame an error: it would be thousands of frames else
+BOUNDS = Bounds(frame=3 * LARGE_BYTES, message=4 * LARGE_BYTES)
+
+MAX_BYTES = 1024
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)
+READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
+WORDS = (
+    GREETING,
+    READY,
+    b"\4\x07\4PING\0\0",
+    b"\2\0\0\0\0\0\x01\0\0",
+    b"\3\0\0\0\0\0\x03\0\0",
+    b"\2\0\0\0\0\0\x03\0\1",
+)
+
+
+def one_input(data: bytes) -> None:
+    reader = Reader(data)
+    is_ready = bool(reader.number() & 1)
+    connection = Connection(Null(), BOUNDS)
+    stream = GREETING + READY if is_ready else b""
+    messages = _fed(connection, stream)
+    while reader.left():
+        size = reader.number()
+        piece = _FILLING if size == FILLER else reader.take(size)
+        stream += piece
+        messages += _fed(connection, piece)
+    assert connection.error.isprintable()
+    assert len(connection.error) < 256
+    if is_ready:
+        expected = list(_standing(stream[len(GREETING + READY) :]))
+        assert bool(connection.error) == (expected[-1:] == [None])
+        assert messages == [each for each in expected if each is not None]
+
+
+def written(*pieces: bytes | int, is_ready: bool = True) -> bytes:
+    """Return the input for pieces of a stream; a number is so many fillers."""
+    return bytes([is_ready]) + b"".join(
+        bytes([FILLER]) * piece if isinstance(piece, int) else bytes([len(piece)]) + piece for piece in pieces
+    )
+
+
+def _fed(connection: Connection, piece: bytes) -> list[list[bytes]]:
+    messages: list[list[bytes]] = []
+    while piece or connection.is_behind:
+        if connection.error:
+            break
+        if connection.missing >= LARGE_BYTES and not connection.is_behind:
+            target = connection.target()
+            taken = min(len(target), len(piece))
+            target[:taken] = piece[:taken]
+            found, piece = connection.filled(taken), piece[taken:]
+        else:
+            data, piece = (b"", piece) if connection.is_behind else (piece, b"")
+            found = connection.receive(data)
+        messages += [[bytes(frame) for frame in each] for each in found]
+        assert connection.held <= BOUNDS.message + 2 * LARGE_BYTES
+    return messages
+
+
+def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
+    """The messages that stand in a stream, and None where a bound is broken."""
+    frames: list[bytes] = []
+    while len(stream) >= 2:
+        flags, begin = stream[0], 9 if stream[0] & LONG else 2
+        if len(stream) < begin:
+            return
+        length = int.from_bytes(stream[1:begin], "big")
+        is_command = bool(flags & COMMAND)
+        if (
+            flags > MORE | LONG | COMMAND
+            or length > (MAX_COMMAND_BYTES if is_command else BOUNDS.frame)
+            or (not is_command and sum(map(len, frames)) + length > BOUNDS.message)
+            or (not is_command and len(frames) == MAX_FRAMES)
+        ):
+            yield None
+            return
+        if len(stream) < begin + length:
+            return
+        if not is_command:
+            frames.append(stream[begin : begin + length])
+            if not flags & MORE:
+                yield frames
+                frames = []
+        stream = stream[begin + length :]
