@@ -676,6 +676,29 @@ def _special_values(plan: _Plan) -> Found:
     return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.asked}
 
 
+def _empty_frames(plan: _Plan) -> Found:
+    """A sends messages of 20 million empty frames to the ZeroMQ listener."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    with _stage(plan, {TINY: {}}) as stage:
+        stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
+        attack = _attack(plan, stage, question, (loads.send_empty_frames, stage.service.address))
+    return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.count}
+
+
+def _cancellations(plan: _Plan) -> Found:
+    """A sends requests, each with its cancellation, to the Unix socket and to the ZeroMQ listener as fast as it can."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {TINY: {}}) as stage:
+        unix, zeromq = f"{stage.service.address}.unix", stage.service.address
+        load = (loads.request_and_cancel, unix, TINY, question.inputs[0])
+        attacks["requests and cancellations, Unix"] = _attack(plan, stage, question, load)
+        stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
+        load = (loads.request_and_cancel, zeromq, TINY, question.inputs[0])
+        attacks["requests and cancellations, ZeroMQ"] = _attack(plan, stage, question, load)
+    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -893,6 +916,8 @@ def _attack_on(
         raise UnavailableError(f"fairness: B got no answers: {[each.outcomes for each in phases]}")
     before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)
     progress(f"B: {before} alone, {during} during the attack, {after} one second after the attack")
+    if any(map(_failed, phases)):
+        progress(f"B's requests ended in {[each.outcomes for each in phases]}")
     count = sum(sum(each.outcomes.values()) for each in phases)
     return Attack((before, during, after), count, sum(map(_failed, phases)), told[0])
 
@@ -972,6 +997,8 @@ PARTS: Mapping[str, Part] = {
     "memory-limit": _memory_limit,
     "slow-headers": _slow_headers,
     "special-values": _special_values,
+    "empty-frames": _empty_frames,
+    "cancellations": _cancellations,
     "shares": _shares,
     "curve": _curve,
 }

@@ -30,6 +30,7 @@ from weightd.protocol.framing import MAX_FRAMES, Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
+from weightd.protocol.messages.data import Cancel, Infer, RequestDescription, TensorSpec
 from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared import memfd
@@ -300,6 +301,80 @@ def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
 
 
 def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) -> None:
+def send_empty_frames(hands: Hands, address: str) -> Dict[str, int]:
+    """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
+    outcomes: Counter[str] = Counter()
+    part = b"\1\0" * 100_000
+    hands.tell("begun")
+    while not hands.stopping.is_set():
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(1.0)
+            try:
+                peer.connect(address)
+                peer.sendall(ZMTP_GREETING)
+                for _ in range(200):
+                    peer.sendall(part)
+                outcomes["sent"] += 1
+            except OSError as error:
+                outcomes[type(error).__name__] += 1
+    return dict(outcomes)
+
+
+def request_and_cancel(hands: Hands, address: str, model: str, inputs: Arrays, connections: int = 4) -> Dict[str, int]:
+    """Send requests, each with its cancellation, over some connections as fast as they go, until told to stop.
+
+    The address is that of the Unix socket or of a ZeroMQ listener. Answers are read and dropped. Return how many
+    requests were sent.
+    """
+    is_zeromq = not address.endswith(".unix")
+    specs = tuple(TensorSpec(name, "FP32", array.shape) for name, array in inputs.items())
+    pairs: List[bytes] = []
+    for number in range(500):
+        request = [*encode(Infer(str(number), RequestDescription(model, specs))), *map(_bytes_of, inputs.values())]
+        pairs += map(_zmtp_message if is_zeromq else _stream_message, (request, encode(Cancel(str(number)))))
+    data = (ZMTP_GREETING if is_zeromq else b""), b"".join(pairs)
+    sent: List[int] = []
+    threads = [threading.Thread(target=_cancel, args=(hands, address, data, sent)) for _ in range(connections)]
+    for thread in threads:
+        thread.start()
+    hands.tell("begun")
+    for thread in threads:
+        thread.join()
+    return {"sent": sum(sent)}
+
+
+def _cancel(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
+    """One connection; one that is ended is followed by another."""
+    begin, pairs = data
+    while not hands.stopping.is_set():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(address)
+            peer.sendall(begin)
+            peer.setblocking(False)
+            rest = memoryview(pairs)
+            while not hands.stopping.is_set():
+                readable, writable, _ = select.select([peer], [peer], [], 0.1)
+                if readable and not peer.recv(1 << 20):
+                    break
+                if writable:
+                    rest = rest[peer.send(rest[: 1 << 18]) :] or memoryview(pairs)
+                    sent.append(500 if len(rest) == len(pairs) else 0)
+
+
+def _zmtp_message(frames: Sequence[bytes]) -> bytes:
+    last = len(frames) - 1
+    return b"".join(struct.pack(">BQ", 2 | (index < last), len(frame)) + frame for index, frame in enumerate(frames))
+
+
+def _stream_message(frames: Sequence[bytes]) -> bytes:
+    return head(frames) + b"".join(frames)
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
+    return array.tobytes()
+
+
+def _reconnect(hands: Hands, address: str, says: bytes, outcomes: Counter[str]) -> None:
     while not hands.stopping.is_set():
         with socket.socket(_family(address)) as peer:
             # Where the backlog is full, `connect` waits, for no longer than this.
