@@ -681,8 +681,8 @@ def _empty_frames(plan: _Plan) -> Found:
     question = _question(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
         stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
-        attack = _attack(plan, stage, question, (loads.send_empty_frames, stage.service.address))
-    return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.count}
+        attack = _attack(plan, stage, question, (loads.send_millions_of_frames, stage.service.address))
+    return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.asked}
 
 
 def _cancellations(plan: _Plan) -> Found:
@@ -696,7 +696,7 @@ def _cancellations(plan: _Plan) -> Found:
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
         load = (loads.request_and_cancel, zeromq, TINY, question.inputs[0])
         attacks["requests and cancellations, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.count for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
 def _shares(plan: _Plan) -> Found:

@@ -27,7 +27,7 @@ TEXT = (REPOSITORY / "docs" / "operations.md").read_text("utf-8")
 
 def rows(heading: str) -> list[list[str]]:
     """The cells of the first table of a section, without its head."""
-    section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = re.split(r"\n##+ ", TEXT.partition(f"# {heading}\n")[2])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
@@ -54,7 +54,7 @@ def test_each_command_of_weightd_exists() -> None:
     assert {"check", "doctor"} <= named <= {command.name for command in read(parser()).commands}
 
 
-@pytest.mark.parametrize("words", [row[0].strip("`").strip() for row in rows("Logs")])
+@pytest.mark.parametrize("words", [row[0].strip("`").strip() for row in rows("What to look for")])
 def test_what_to_look_for_is_logged(words: str) -> None:
     sources = [path.read_text("utf-8") for path in (REPOSITORY / "daemon").glob("**/*.py")]
     assert any(words in source for source in sources)

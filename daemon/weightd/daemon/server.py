@@ -20,7 +20,7 @@ from weightd.daemon.children.running import Running
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import foreign_identity
 from weightd.daemon.clients.frontend import Frontend
-from weightd.daemon.clients.gates import Gates, Lock
+from weightd.daemon.clients.gates import Bounds, Gates, Lock
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.listeners import NONE, keys_of
 from weightd.daemon.config.load import Config, ConfigError
@@ -239,8 +239,8 @@ class Server:
         for listener in sockets.unix:
             self._frontend.listen(listener)
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
-        limits = daemon.user_limits
-        self._gates = Gates(listeners, self._loop, self._adopt, most, limits, self._zygote, log=self._client_log)
+        bounds = Bounds(most, daemon.user_limits)
+        self._gates = Gates(listeners, self._loop, self._adopt, bounds, self._client_log, self._zygote)
         self._scrapes = self._tell_scrapes(sockets.metrics)
         self._loop.on_pause(self._paused)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))

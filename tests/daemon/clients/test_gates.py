@@ -22,9 +22,10 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import Gates, Lock, delay
+from weightd.daemon.clients.gates import Bounds, Gates, Lock, delay
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.admission import Limits
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.listening import listening
 from weightd.daemon.host.logs import client_of
 from weightd.daemon.host.loop import Loop
@@ -63,7 +64,7 @@ class Daemon:
         self.loop = Loop()
         self.lanes: dict[Stream, tuple[str, PeerIdentity]] = {}
         each = {name: (listener, lock) for name, listener in listeners.items()}
-        self.gates = Gates(each, self.loop, self._adopt, max_memory_bytes, limits)
+        self.gates = Gates(each, self.loop, self._adopt, Bounds(max_memory_bytes, limits), ClientLog())
         self.answered = 0
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -373,15 +374,17 @@ def test_when_the_daemon_ends_its_last_answers_arrive_and_no_process_is_left(
 
 _DAEMON = """
 import sys
-from weightd.daemon.clients.gates import Gates, Lock
+from weightd.daemon.clients.gates import Bounds, Gates, Lock
 from weightd.daemon.gate import zygote
 from weightd.daemon.host.admission import Limits
+from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.listening import listening
 from weightd.daemon.host.loop import Loop
 forked = zygote.fork()
 loop = Loop()
 with listening(sys.argv[1]) as listener:
-    gates = Gates({"default": (listener, Lock())}, loop, lambda *_: None, 1 << 28, Limits(0, 0.0), forked)
+    bounds = Bounds(1 << 28, Limits(0, 0.0))
+    gates = Gates({"default": (listener, Lock())}, loop, lambda *_: None, bounds, ClientLog(), forked)
     while len(gates.pids) < 2:
         loop.wait()
     print(*gates.pids, flush=True)
@@ -486,7 +489,7 @@ def test_the_daemon_logs_once_what_a_client_makes_its_gate_log_again_and_again(
         ask(connect(), *[b"x"] * (MAX_FRAMES + 1))
     assert ask(connect(), b"hello") == [b"hello"]
     until(lambda: len(daemon.lanes) == 1, "the others are gone")
-    lines = [each for each in caplog.records if "more frames than there may be" in each.getMessage()]
+    lines = [each for each in caplog.records if "expected a message of at most" in each.getMessage()]
     # A period may end meanwhile.
     assert 1 <= len(lines) <= 2
     assert {client_of(each) for each in lines} == {f"uid {os.getuid()}"}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -109,7 +110,7 @@ def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, mo
         scene.let_in(connection)
         return False
 
-    Accepting(cast(socket.socket, scene), scene.loop, refuse, most=2)
+    Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error, most=2)
     for _ in range(3):
         scene.connect()
     for _ in range(4):

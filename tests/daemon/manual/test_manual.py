@@ -123,7 +123,7 @@ def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
-    assert (last.name, last.meaning[:10]) == ("metrics", "Where metr")
+    assert (last.name, last.meaning[:10]) == ("pass_environment", "Further en")
 
 
 @pytest.mark.parametrize(

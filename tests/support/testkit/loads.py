@@ -30,7 +30,6 @@ from weightd.protocol.framing import MAX_FRAMES, Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
-from weightd.protocol.messages.data import Cancel, Infer, RequestDescription, TensorSpec
 from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import TO_CLIENT
 from weightd.shared import memfd
@@ -300,8 +299,7 @@ def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
     return dict(outcomes)
 
 
-def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) -> None:
-def send_empty_frames(hands: Hands, address: str) -> Dict[str, int]:
+def send_millions_of_frames(hands: Hands, address: str) -> Dict[str, int]:
     """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
     outcomes: Counter[str] = Counter()
     part = b"\1\0" * 100_000
@@ -374,7 +372,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
     return array.tobytes()
 
 
-def _reconnect(hands: Hands, address: str, says: bytes, outcomes: Counter[str]) -> None:
+def _reconnect(hands: Hands, address: Any, says: bytes, outcomes: Counter[str]) -> None:
     while not hands.stopping.is_set():
         with socket.socket(_family(address)) as peer:
             # Where the backlog is full, `connect` waits, for no longer than this.

@@ -96,6 +96,13 @@ class Lock(NamedTuple):
     max_connections: int = 0
 
 
+class Bounds(NamedTuple):
+    """What a gate may take for its clients, and the limits for the connections of one user or host to its listener."""
+
+    max_memory_bytes: int
+    user_limits: Limits
+
+
 class Gates:
     """The gates of all listeners.
 
@@ -104,10 +111,9 @@ class Gates:
         loop: calls when a gate has something to say.
         adopt: called with the name of a listener, the socket on which its gate speaks for a client that has come, and
             who that is.
-        max_memory_bytes: that each gate may take for its clients.
-        user_limits: of the connections of one user or host to each listener.
-        zygote: makes the gates; None to start one. It is this object's.
+        bounds: of each gate.
         log: of what clients do.
+        zygote: makes the gates; None to start one. It is this object's.
     """
 
     def __init__(
@@ -115,13 +121,11 @@ class Gates:
         listeners: Mapping[str, tuple[socket.socket, Lock]],
         loop: Loop,
         adopt: Callable[[str, socket.socket, PeerIdentity], object],
-        max_memory_bytes: int,
-        user_limits: Limits,
+        bounds: Bounds,
+        log: ClientLog,
         zygote: Zygote | None = None,
-        *,
-        log: ClientLog | None = None,
     ) -> None:
-        self._log = log or ClientLog()
+        self._log = log
         self._loop = loop
         self._adopt = adopt
         self._zygote: Zygote | None = None
@@ -131,7 +135,7 @@ class Gates:
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
         self._asked: dict[int, float] = {}
         self._posts = [
-            _Post(Gate(name, address), listener, _terms(name, address, max_memory_bytes, user_limits, lock))
+            _Post(Gate(name, address), listener, _terms(name, address, bounds, lock))
             for (name, (listener, lock)), address in zip(
                 listeners.items(), addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
@@ -142,7 +146,6 @@ class Gates:
         for timer in (self._timer, self._hang_timer, self._launch_timer):
             loop.add_timer(timer)
         for post in self._posts:
-            _take_no_descriptors(post.listener)
             post.due = 0.0
         self._start_due(clock.now())
 
@@ -302,23 +305,13 @@ class Gates:
             self._zygote.kill()
 
 
-def _take_no_descriptors(listener: socket.socket) -> None:
-    """Have the kernel refuse descriptors that a client sends to a gate, where the kernel can (Linux 6.16).
-
-    Otherwise the kernel closes them in the thread of libzmq that serves all clients, and such a close may take as long
-    as its user likes (SO_LINGER).
-    """
-    if listener.family == socket.AF_UNIX:
-        with contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
-
-
 def delay(failures: int) -> float:
     """Return after how many seconds a gate is replaced, the last of so many in a row that have died early."""
     return min(_FIRST_DELAY_S * 2 ** min(failures - 2, 16), _LONGEST_DELAY_S) if failures > 1 else 0.0
 
 
-def _terms(name: str, address: str, max_memory_bytes: int, user_limits: Limits, lock: Lock) -> Terms:
+def _terms(name: str, address: str, bounds: Bounds, lock: Lock) -> Terms:
+    max_memory_bytes, user_limits = bounds
     [error] = encode(Error("", InvalidArgument.code, ""))
     return Terms(
         name=name,

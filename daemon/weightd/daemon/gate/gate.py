@@ -149,29 +149,30 @@ class Gate:
 
     # --- who connects -------------------------------------------------------------------------------------------
 
-    def _let_in(self, connection: socket.socket) -> None:
-        """Begin with a new connection, or close it before anything else is done for it."""
+    def _let_in(self, connection: socket.socket) -> bool:
+        """Begin with a new connection, or refuse it before anything else is done for it."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
                 name, uid = clients.user_of(connection)
             except OSError:
-                return  # it has gone
+                return True  # it has gone
             now = clock.now()
             refusal = None if uid in _OPERATORS else self._admission.refusal(name, now)
             if refusal is not None:
                 self._tell(self._refusals, name, f"new connection of {name} refused: {refusal}")
-                return
+                return False
             user = self._users.get(name) or User()
             client = Client(connection, name, zmtp.Connection(self._mechanism(), self._bounds), now, self._receive)
             try:
                 clients.prepare(connection, len(user.clients) + 1)
                 client.send(client.protocol.replies)
             except OSError:
-                return  # likewise
+                return True  # likewise
             client.protocol.replies = []
             stack.pop_all()
         self._enter(client, user, now)
+        return True
 
     def _enter(self, client: Client, user: User, now: float) -> None:
         self._users[client.user] = user
