@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
+import time
 
 import pytest
 
+from testkit.lingering import lingering
 from weightd.daemon.gate import client
-from weightd.daemon.gate.client import Client, buffer_bytes, host_of, prepare, refuse_descriptors, user_of
+from weightd.daemon.gate.client import Client, DescriptorsError, buffer_bytes, host_of, prepare, user_of
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zmtp import Bounds, Connection, Null
+from weightd.daemon.host.closing import Closing
 from weightd.shared.stream import Stream
 
+from .peer import GREETING, READY
+
 KIB = 1024
+LINGER_S = 30
 
 
 def accepted(host: str, family: int = socket.AF_INET) -> tuple[socket.socket, socket.socket]:
@@ -65,25 +70,25 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_descriptors_are_refused_or_closed_unseen(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
-        listener.bind(str(tmp_path / "s"))
-        listener.listen()
-        refuse_descriptors(listener)
-        peer.connect(str(tmp_path / "s"))
-        ours, _ = listener.accept()
-        reader, writer = os.pipe()
-        try:
-            socket.send_fds(peer, [b"x"], [writer])
-        except PermissionError:
-            os.close(writer)
-        else:  # an older kernel
-            os.close(writer)
-            assert ours.recv(10) == b"x"
-        with ours:
-            os.set_blocking(reader, False)
-            assert os.read(reader, 1) == b""
-        os.close(reader)
+@pytest.mark.parametrize("what", ["a small message", "a large frame", "nothing"])
+def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
+    """Whatever is read of it: before Linux 6.16 the kernel lets a client send descriptors."""
+    ours, theirs = socket.socketpair()
+    made = Client(ours, "uid 1", Connection(Null(), Bounds(1 << 24, 1 << 24)), 0.0, lambda _: True, Closing())
+    sent, reads_nothing = lingering(LINGER_S)
+    with theirs, reads_nothing:
+        if what == "a large frame":
+            theirs.sendall(GREETING + READY + b"\2" + (1 << 20).to_bytes(8, "big"))
+            made.receive()
+        with sent:
+            socket.send_fds(theirs, [bytes(100)], [sent.fileno()])
+            # What is in flight has it now: this close waits for nothing.
+        begin = time.monotonic()
+        if what != "nothing":
+            with pytest.raises(DescriptorsError):
+                made.receive()
+        made.close()
+        assert time.monotonic() - begin < LINGER_S / 10
 
 
 def test_what_cannot_be_sent_waits_and_counts() -> None:

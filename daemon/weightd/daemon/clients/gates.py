@@ -16,6 +16,7 @@ from weightd.daemon.gate import link
 from weightd.daemon.gate.link import PeerIdentity, Said, Terms
 from weightd.daemon.gate.zygote import Zygote, launch
 from weightd.daemon.host import clock
+from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import explain
@@ -146,6 +147,7 @@ class Gates:
         for timer in (self._timer, self._hang_timer, self._launch_timer):
             loop.add_timer(timer)
         for post in self._posts:
+            refuse_descriptors(post.listener)
             post.due = 0.0
         self._start_due(clock.now())
 

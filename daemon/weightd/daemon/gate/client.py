@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import array
 import select
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightd.daemon.gate import zmtp
 from weightd.daemon.gate.link import PeerIdentity
@@ -14,14 +14,14 @@ from weightd.daemon.host.credentials import credentials, groups
 from weightd.protocol.framing import LARGE_BYTES, Outgoing
 from weightd.shared.stream import Stream
 
+if TYPE_CHECKING:
+    from weightd.daemon.host.closing import Closing
+
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
 
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
 _JOINED_BYTES = 16 * 1024
-
-# Of linux/socket.h, since Linux 6.16: whether a peer may send descriptors.
-_SO_PASSRIGHTS = 83
 
 # The kernel finds out within a minute that the host of a client is gone. On a Unix socket it knows at once.
 _TCP_OPTIONS = (
@@ -37,6 +37,15 @@ _TCP_OPTIONS = (
 _BUFFER_BYTES = 256 * 1024
 _LEAST_BUFFER_BYTES = 8 * 1024
 _USER_BUFFER_BYTES = 32 * 1024 * 1024
+
+
+# Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
+# read returns, and such a close may take as long as the client likes (SO_LINGER).
+_ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+
+
+class DescriptorsError(Exception):
+    """A client has sent descriptors, which no message has."""
 
 
 class Side:
@@ -89,6 +98,7 @@ class Client:
         protocol: finds messages in what it sends.
         since: when it connected.
         read: see `Side`, for its connection.
+        closing: closes descriptors that it may send; None where it can send none.
 
     Attributes:
         near: its connection, as a side.
@@ -102,6 +112,7 @@ class Client:
     """
 
     __slots__ = (
+        "closing",
         "connection",
         "far",
         "has_spoken",
@@ -123,8 +134,10 @@ class Client:
         protocol: zmtp.Connection,
         since: float,
         read: Callable[[Client], bool],
+        closing: Closing | None = None,
     ) -> None:
         self.connection = connection
+        self.closing = closing
         self.user = user
         self.protocol = protocol
         self.since = since
@@ -151,24 +164,45 @@ class Client:
         """Read once; return the messages that have come whole with that.
 
         Raises:
+            DescriptorsError: it has sent descriptors.
             OSError: it has gone, or there is no memory for what it sends.
             MemoryError: likewise.
         """
-        protocol = self.protocol
+        protocol, closing = self.protocol, self.closing
         if protocol.is_behind:
             return protocol.receive(b"")
         try:
             if protocol.missing >= LARGE_BYTES:
-                count = self.connection.recv_into(protocol.target())
+                target = protocol.target()
+                count = self.connection.recv_into(target) if closing is None else self._receive_into(target, closing)
                 if count:
                     return protocol.filled(count)
             else:
-                data = self.connection.recv(_CHUNK_BYTES)
+                data = self.connection.recv(_CHUNK_BYTES) if closing is None else self._receive_with(closing)
                 if data:
                     return protocol.receive(data)
         except BlockingIOError:
             return []
         raise ConnectionResetError
+
+    def _receive_with(self, closing: Closing) -> bytes:
+        data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        self._refuse(ancillary, closing)
+        return data
+
+    def _receive_into(self, target: memoryview, closing: Closing) -> int:
+        count, ancillary, _, _ = self.connection.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        self._refuse(ancillary, closing)
+        return count
+
+    def _refuse(self, ancillary: Sequence[tuple[int, int, bytes]], closing: Closing) -> None:
+        received = array.array("i")
+        for _, _, content in ancillary:
+            received.frombytes(content[: len(content) - len(content) % received.itemsize])
+        for each in received:
+            closing.close(self.user, each)
+        if received:
+            raise DescriptorsError
 
     def send(self, pieces: Sequence[Any]) -> bool:
         """Send bytes, or as much of them as goes now; return whether nothing is left.
@@ -216,7 +250,10 @@ class Client:
         """Close both sides."""
         self.is_closed = True
         self.near.is_open = False
-        self.connection.close()
+        if self.closing is None:
+            self.connection.close()
+        else:
+            self.closing.close_socket(self.user, self.connection)
         self.close_stream()
 
     def close_stream(self) -> None:
@@ -226,13 +263,6 @@ class Client:
         if self.stream is not None:
             self.stream.close()
         self.stream = self.far = None
-
-
-def refuse_descriptors(listener: socket.socket) -> None:
-    """Have the kernel refuse descriptors that clients send, where it can; it closes those that nobody takes anyway."""
-    if listener.family == socket.AF_UNIX:
-        with contextlib.suppress(OSError):
-            listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
 
 
 def host_of(connection: socket.socket) -> str:

@@ -48,9 +48,10 @@ def give_up_rights() -> None:
         _limit(resource.RLIMIT_FSIZE, 0)
 
 
-def give_up_growth(most_bytes: int) -> None:
+def give_up_growth(most_bytes: int, *, threads: bool = False) -> None:
     """Start no process or thread any more, and map no more than so much memory in all."""
-    _limit(resource.RLIMIT_NPROC, 0)
+    if not threads:
+        _limit(resource.RLIMIT_NPROC, 0)
     _limit(resource.RLIMIT_AS, most_bytes)
 
 

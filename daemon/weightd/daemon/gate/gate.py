@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from weightd.daemon.gate.link import Terms
     from weightd.daemon.gate.separate import Separate
+    from weightd.daemon.host.closing import Closing
 
 # A client has to complete its handshake in this time, and a user may have so many that have not.
 HANDSHAKE_S = 5.0
@@ -98,9 +99,18 @@ class Gate:
         link: to the daemon.
         terms: as the daemon has said.
         separate: makes calls that take long; None where clients have no keys, and nothing takes long.
+        closing: closes descriptors that clients send; None where they can send none.
     """
 
-    def __init__(self, listener: socket.socket, link: Stream, terms: Terms, separate: Separate | None = None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        link: Stream,
+        terms: Terms,
+        separate: Separate | None = None,
+        closing: Closing | None = None,
+    ) -> None:
+        self._closing = closing
         self._link = link
         self._terms = terms
         self._listener = listener
@@ -127,7 +137,6 @@ class Gate:
         self._trim_timer = Timer(lambda _: memory.trim())
         for timer in (self._handshake_timer, self._leave_timer, self._trim_timer):
             self._loop.add_timer(timer)
-        clients.refuse_descriptors(listener)
         Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
         self._loop.add(link.fileno(), self._on_link)
         if separate is not None:
@@ -163,7 +172,9 @@ class Gate:
                 self._tell(self._refusals, name, f"new connection of {name} refused: {refusal}")
                 return False
             user = self._users.get(name) or User()
-            client = Client(connection, name, zmtp.Connection(self._mechanism(), self._bounds), now, self._receive)
+            client = Client(
+                connection, name, zmtp.Connection(self._mechanism(), self._bounds), now, self._receive, self._closing
+            )
             try:
                 clients.prepare(connection, len(user.clients) + 1)
                 client.send(client.protocol.replies)
@@ -272,6 +283,9 @@ class Gate:
             messages = client.receive()
         except MemoryError:
             self._hang_up(client, "there is no memory for what it sends")
+            return True
+        except clients.DescriptorsError:
+            self._hang_up(client, "it sends descriptors, which no message has")
             return True
         except OSError:
             self._close(client)

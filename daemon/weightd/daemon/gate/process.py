@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+from typing import TYPE_CHECKING
 
 from weightd.daemon.gate import confinement
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Terms
 from weightd.daemon.gate.memory import go_before_the_daemon, mapped_bytes
 from weightd.daemon.gate.separate import Separate
+from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.crowding import allow_descriptors
 from weightd.shared.stream import Stream
+
+if TYPE_CHECKING:
+    from weightd.daemon.host.closing import Closing
 
 # Beside what it may take for clients: what the allocator sets aside for each thread, and what only looks like memory.
 _MARGIN_BYTES = 256 * 1024 * 1024
@@ -24,11 +30,20 @@ def run(link: socket.socket, listener: socket.socket, terms: Terms) -> None:
     mapped = mapped_bytes()
     listener.setblocking(False)
     separate = Separate() if terms.secret else None
-    gate = Gate(listener, Stream(link), terms, separate)
+    closing = None if refuse_descriptors(listener) else _closing()
+    gate = Gate(listener, Stream(link), terms, separate, closing)
     confinement.give_up_rights()
     if separate is not None:
         separate.start()
     # What a client announces is mapped, and then found to be too much.
-    confinement.give_up_growth(mapped + 2 * terms.max_memory_bytes + _MARGIN_BYTES)
+    confinement.give_up_growth(mapped + 2 * terms.max_memory_bytes + _MARGIN_BYTES, threads=closing is not None)
     gate.run()
     gate.close()
+
+
+def _closing() -> Closing:
+    """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
+    from weightd.daemon.host.closing import INTERRUPT, Closing  # noqa: PLC0415 - a gate that needs none does without
+
+    signal.signal(INTERRUPT, lambda *_: None)
+    return Closing()

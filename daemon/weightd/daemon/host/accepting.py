@@ -26,6 +26,9 @@ _PAUSE_S = 0.1
 # Between two lines of the log about that.
 _LINES_S = 10.0
 
+# Of <asm-generic/socket.h>; in no module of Python's.
+_SO_PASSRIGHTS = 83
+
 _NEVER = float("inf")
 
 
@@ -95,3 +98,17 @@ class Accepting:
 
     def _resume(self, _: float) -> None:
         self._loop.resume(self._listener.fileno())
+
+
+def refuse_descriptors(listener: socket.socket) -> bool:
+    """Have the kernel refuse descriptors that clients send; return whether none can come.
+
+    Over Unix sockets this needs Linux 6.16. The flag of a connection is that which the listener had when it was made.
+    """
+    if listener.family != socket.AF_UNIX:
+        return True
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+    except OSError:
+        return False
+    return True

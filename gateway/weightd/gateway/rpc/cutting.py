@@ -51,6 +51,8 @@ def cut(message: bytes) -> Cut:
         if tag == _RAW_INPUT_CONTENTS:
             contents.append(view[begin:after])
         elif tag == _ID:
+            if not request_id.isascii():
+                break  # protobuf looks whether an id that a later one replaces is text
             request_id = message[begin:after]
         else:
             header += view[position:after]
