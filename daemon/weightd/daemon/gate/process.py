@@ -45,5 +45,9 @@ def _closing() -> Closing:
     """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
     from weightd.daemon.host.closing import INTERRUPT, Closing  # noqa: PLC0415 - a gate that needs none does without
 
-    signal.signal(INTERRUPT, lambda *_: None)
+    signal.signal(INTERRUPT, _interrupted)
     return Closing()
+
+
+def _interrupted(number: int, frame: object) -> None:
+    """Only end the system call that waits."""
