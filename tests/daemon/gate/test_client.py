@@ -74,7 +74,7 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
 def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
     """Whatever is read of it: before Linux 6.16 the kernel lets a client send descriptors."""
     ours, theirs = socket.socketpair()
-    made = Client(ours, "uid 1", Connection(Null(), Bounds(1 << 24, 1 << 24)), 0.0, lambda _: True, Closing())
+    made = Client(ours, "uid 1", Connection(Null(), Bounds(1 << 24, 1 << 24)), 0.0, lambda _: True, Closing(print))
     sent, reads_nothing = lingering(LINGER_S)
     with theirs, reads_nothing:
         if what == "a large frame":

@@ -24,6 +24,7 @@ from weightd.daemon.host.admission import Admission
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import MAX_WAITING, Closing
 from weightd.daemon.host.credentials import credentials
+from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -108,9 +109,9 @@ class Connections:
         log: ClientLog | None = None,
     ) -> None:
         self.log = log or ClientLog()
-        self.closing = Closing()
+        self.closing = Closing(warn_of_shortage)
         # With another `Closing`: a close of a connection can always be interrupted.
-        self._departed = Departed(loop, Closing().close_socket)
+        self._departed = Departed(loop, Closing(warn_of_shortage).close_socket)
         self.dropped = 0
         self._loop = loop
         self._room = room

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from weightd.daemon.clients.crowd import max_regions
 from weightd.daemon.host.closing import Closing
+from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
@@ -40,7 +41,7 @@ class Registry:
 
     def __init__(self, most_bytes: int, user: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
         self.closed: list[tuple[int, str, int]] = []
-        self._closing = Closing()
+        self._closing = Closing(warn_of_shortage)
         self._most_bytes = most_bytes
         self._user = user
         self._on_closed = on_closed

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 from weightd.daemon.gate import confinement
@@ -46,7 +48,7 @@ def _closing() -> Closing:
     from weightd.daemon.host.closing import INTERRUPT, Closing  # noqa: PLC0415 - a gate that needs none does without
 
     signal.signal(INTERRUPT, _interrupted)
-    return Closing()
+    return Closing(functools.partial(print, file=sys.stderr))
 
 
 def _interrupted(number: int, frame: object) -> None:

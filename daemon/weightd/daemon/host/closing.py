@@ -7,19 +7,16 @@ until its peer has read, and for the last descriptor of memory until the kernel 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from weightd.daemon.host.shortage import explained
 from weightd.shared.seldom import Seldom
-
-_log = logging.getLogger("weightd")
 
 # Descriptors of one user that may wait. Beyond that the connections of this user end.
 MAX_WAITING = 64
@@ -52,9 +49,13 @@ class Closing:
     Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a
     user wait its thread is interrupted by `INTERRUPT`, which needs a handler: that ends the wait of a socket with
     SO_LINGER, but not that for a file system.
+
+    Args:
+        report: is given a line for the log where no thread can be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str], object]) -> None:
+        self._report = report
         self._lock = threading.Lock()
         # By user: those that wait, after the one that is being closed.
         self._waiting: dict[str, deque[int]] = {}
@@ -118,7 +119,7 @@ class Closing:
                 self._threads -= 1
                 del self._served[user]
             if self._warnings.tell("", time.monotonic()) is not None:
-                _log.warning("descriptors of clients are not closed yet: %s", explained(str(error)))
+                self._report(f"descriptors of clients are not closed yet: {error}")
 
     def _interrupt(self, user: str) -> None:
         with self._lock:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from weightd.daemon.host import journal
+from weightd.daemon.host.shortage import explained
 from weightd.shared.journal import flat, prefixed, priority_of, to_journal
 
 _log = logging.getLogger("weightd")
@@ -99,3 +100,8 @@ def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
 def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Log what nobody has caught: Python would print it without a priority."""
     _log.critical("weightd fails", exc_info=(kind, error, trace))
+
+
+def warn_of_shortage(text: str) -> None:
+    """Log a warning whose cause may be a limit of the system."""
+    logging.getLogger("weightd").warning("%s", explained(text))

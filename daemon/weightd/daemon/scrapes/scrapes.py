@@ -12,6 +12,7 @@ from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.closing import Closing, DescriptorsError, receive
 from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.crowding import Crowd
+from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.scrapes.http import Head, head_of, refusal
@@ -90,7 +91,7 @@ class Scrapes:
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
         self._crowd = Crowd[_Peer]()
-        self._closing = Closing()
+        self._closing = Closing(warn_of_shortage)
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
         Accepting(listener, loop, self._let_in, _log.error, most=_MOST_ACCEPTED)
