@@ -597,4 +597,4 @@ def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, se
     until(lambda: not (gate._users or gate._leaving), "nobody is there")
     assert (gate._kept, gate._met, gate._handshakes, gate._crowd._users) == (0, 0, {}, {})
     assert not gate._turns
-    assert all(not user.open for user in gate._admission._users.values())
+    assert not gate._admission._open

@@ -10,7 +10,7 @@ def test_a_user_with_as_many_connections_as_it_may_have_is_refused_until_one_end
     admission = Admission(Limits(most=2))
     for _ in range(2):
         assert admission.refusal("a", 0.0) is None
-        admission.enters("a", 0.0)
+        admission.enters("a")
     assert admission.refusal("a", 9.0) == "this user has 2 connections already (max_user_connections)"
     assert admission.refusal("b", 9.0) is None
     admission.leaves("a")
@@ -30,7 +30,7 @@ def test_without_limits_nobody_is_refused() -> None:
     admission = Admission(Limits())
     for _ in range(1000):
         assert admission.refusal("a", 0.0) is None
-        admission.enters("a", 0.0)
+        admission.enters("a")
 
 
 @given(
@@ -50,7 +50,7 @@ def test_in_no_time_a_user_opens_more_than_burst_and_rate_allow(
             admission.leaves("a")
             there -= 1
         elif admission.refusal("a", now) is None:
-            admission.enters("a", now)
+            admission.enters("a")
             opened, there = opened + 1, there + 1
         assert there <= most
         assert opened <= limits.burst + now * rate + 1e-6
@@ -59,10 +59,10 @@ def test_in_no_time_a_user_opens_more_than_burst_and_rate_allow(
 def test_users_without_connections_are_forgotten() -> None:
     admission = Admission(Limits(most=5, rate=1.0))
     admission.refusal("stays", 0.0)
-    admission.enters("stays", 0.0)
+    admission.enters("stays")
     for number in range(10_000):
         admission.refusal(f"host {number}", float(number))
     assert len(admission) <= 1025
     for _ in range(4):
-        admission.enters("stays", 1e4)
+        admission.enters("stays")
     assert admission.refusal("stays", 1e4) is not None

@@ -165,7 +165,7 @@ class Connections:
         incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
         stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
         found = self._by_key[key] = Connection(key, stream, identity, clock.now())
-        if identity.is_near and self._admission.enters(found.owner, found.since) > _MOST_ROOMY:
+        if identity.is_near and self._admission.enters(found.owner) > _MOST_ROOMY:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BYTES)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))

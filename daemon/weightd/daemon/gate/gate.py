@@ -189,7 +189,7 @@ class Gate:
         self._users[client.user] = user
         user.clients.add(client)
         user.handshakes[client] = self._handshakes[client] = None
-        self._admission.enters(client.user, now)
+        self._admission.enters(client.user)
         self._crowd.add(client)
         self._loop.add(client.near.descriptor, functools.partial(self._on_ready, client.near))
         self._handshake_timer.due_by(now + HANDSHAKE_S)
