@@ -59,8 +59,11 @@ def executable(path: Path, script: bytes) -> Path:
 
 
 def failing_workers(path: Path, which: str) -> Path:
-    """An interpreter that runs the holder, and exits for the workers whose names match."""
-    script = f'#!/bin/sh\ncase "$*" in {which}) echo no luck >&2; exit 7;; esac\nexec "{sys.executable}" "$@"\n'
+    """An interpreter that runs the holder, and exits for the workers whose names match; the arguments are on stdin."""
+    script = (
+        f'#!/bin/sh\ncase "$(cat /proc/$$/fd/0)" in {which}) echo no luck >&2; exit 7;; esac\n'
+        f'exec "{sys.executable}" "$@"\n'
+    )
     return executable(path, script.encode())
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.admission import PENALTY, Admission
-from weightd.gateway.peers import Peer
+from weightd.shared.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 ROOT = Peer("uid 0", is_operator=True)

@@ -383,7 +383,7 @@ GATE = [
         ("    _limit(resource.RLIMIT_AS, most_bytes)\n", ""),
     ),
     *mutants("gate", "daemon/gate/test_gate.py",
-        ("None if uid in _OPERATORS else self._admission.refusal(name, now)", "None"),
+        ("None if is_operator else self._admission.refusal(name, now)", "None"),
         ("        if len(user.handshakes) > MAX_HANDSHAKES:", "        if False:"),
         ("            self._hang_up(first, f\"its handshake", "            (lambda *_: None)(first, f\"its handshake"),
         ("        while self._kept > most:", "        while False:"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weightd.gateway.peers import Peer
 from weightd.gateway.shares import Shares
+from weightd.shared.peers import Peer
 from weightd.shared.tokenbuckets import TokenBuckets
 
 # New connections that a peer that violates the protocol's limits loses, beside the connection itself.

@@ -16,7 +16,7 @@ from typing import Any
 from weightd.gateway.admission import Admission
 from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
-from weightd.gateway.peers import Peer, Peers
+from weightd.shared.peers import Peer, Peers
 from weightd.shared.regular import open_regular
 from weightd.shared.seldom import Seldom
 

@@ -283,3 +283,6 @@ def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: p
     assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)
     with pytest.raises(ConnectionError):
         world.until(client.receive)
+    # A connection that brings no more of them goes on.
+    world.ask(world.client())
+    world.until(lambda: world.waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -9,11 +10,11 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate import client
 from weightd.daemon.gate.client import Client, DescriptorsError, buffer_bytes, host_of, prepare, user_of
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zmtp import Bounds, Connection, Null
 from weightd.daemon.host.closing import Closing
+from weightd.shared.peers import Peers
 from weightd.shared.stream import Stream
 
 from .peer import GREETING, READY
@@ -33,22 +34,16 @@ def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
     with ours, theirs:
         made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
         assert made.identity() == PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
-        assert user_of(ours) == (f"uid {os.getuid()}", os.getuid())
+        assert user_of(ours, None) == (f"uid {os.getuid()}", True)
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
 def test_over_tcp_the_kernel_knows_the_host(host: str, family: int) -> None:
     ours, theirs = accepted(host, family)
-    with ours, theirs:
-        assert (host_of(ours), user_of(ours)) == ("127.0.0.1", ("host 127.0.0.1", None))
-
-
-def test_the_addresses_of_one_network_of_ipv6_are_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = accepted("127.0.0.1")
-    with ours, theirs:
-        for host in ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::7%eth0"):
-            monkeypatch.setattr(client, "host_of", lambda _, host=host: host)
-            assert user_of(ours) == ("host 2001:db8:1:2::/64", None)
+    with ours, theirs, contextlib.closing(Peers()) as peers:
+        assert host_of(ours) == "127.0.0.1"
+        # Of this host it knows the user, too.
+        assert user_of(ours, peers) == (f"uid {os.getuid()}", True)
 
 
 def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:

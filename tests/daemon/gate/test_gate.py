@@ -152,7 +152,7 @@ Start = Callable[..., Scene]
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     scenes: list[tuple[Scene, Gate, threading.Thread, socket.socket]] = []
     # The tests' own user is limited like any other.
-    monkeypatch.setattr(module, "_OPERATORS", ())
+    monkeypatch.setattr(clients, "_OPERATORS", ())
 
     def started(max_memory_bytes: int = 64 * MIB, most: int = 0, rate: float = 0.0, max_connections: int = 0) -> Scene:
         ours, its = socket.socketpair()
@@ -226,7 +226,7 @@ def test_a_user_connects_so_often_and_no_more_often(start: Start) -> None:
 
 def test_the_operators_have_no_such_limit(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     scene = start(most=1)
-    monkeypatch.setattr(module, "_OPERATORS", (os.getuid(),))
+    monkeypatch.setattr(clients, "_OPERATORS", (os.getuid(),))
     for _ in range(3):
         scene.connect()
 
@@ -339,7 +339,7 @@ def test_what_breaks_a_bound_ends_its_connection_with_an_error_and_concerns_nobo
 
 def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter(["small", "large", "large"])
-    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
     scene = start(max_memory_bytes=4 * MIB)
     small, first, second = (scene.connect() for _ in range(3))
     small.send(frame(MORE, bytes(MIB)))
@@ -472,7 +472,7 @@ def test_a_client_that_leaves_is_gone_for_the_daemon(start: Start) -> None:
 
 def test_one_user_who_floods_does_not_hold_up_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     names = iter([*["many"] * 20, "one"])
-    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
     scene = start()
     # Many tiny messages of many connections are there before the one of another user.
     order: list[str] = []
@@ -510,7 +510,7 @@ def test_a_client_that_has_left_when_something_is_sent_to_it_concerns_nobody_els
     start: Start, begin: bytes, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter(["other", "leaves"])
-    monkeypatch.setattr(clients, "user_of", lambda _: (next(names), None))
+    monkeypatch.setattr(clients, "user_of", lambda *_: (next(names), False))
     scene = start()
     other, lane = scene.met()
     send = Client.send

@@ -62,11 +62,14 @@ def parser() -> argparse.ArgumentParser:
 def given() -> List[str]:
     """Return the arguments that this process reads from stdin, a JSON list, and those of its command line.
 
-    Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty.
+    Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty. With
+    `--help` alone stdin is not read.
 
     Raises:
         SystemExit: stdin has no such list.
     """
+    if sys.argv[1:] == ["--help"]:
+        return sys.argv[1:]
     with open(0, "rb", closefd=False) as file:
         content = file.read()
     null = os.open(os.devnull, os.O_RDONLY)

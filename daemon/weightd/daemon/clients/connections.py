@@ -22,7 +22,7 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.closing import MAX_WAITING, Closing
+from weightd.daemon.host.closing import MAX_WAITING, Closing, brings_descriptors
 from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.host.loop import Loop
@@ -60,6 +60,9 @@ _MOST_REFUSED = 64
 # Connections to the Unix socket that wait to be accepted. A user may fill this queue with connections that are refused:
 # others wait behind them, for a fraction of a second with so many.
 _BACKLOG = 128
+
+# A read takes at most so many bytes, unless a large frame is under way.
+_CHUNK_BYTES = 64 * 1024
 
 _BEHIND = f"{MAX_WAITING} descriptors that this user has sent are not closed yet: its connections end"
 
@@ -296,8 +299,12 @@ class Connections:
     def _read(self, connection: Connection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.incoming
-        if connection.identity.is_near and self.closing.is_behind(connection.owner):
-            # Whatever it has sent may bring more of them.
+        # Of a large frame so much is read at once that it cannot be looked at before.
+        if (
+            connection.identity.is_near
+            and self.closing.is_behind(connection.owner)
+            and (incoming.missing > _CHUNK_BYTES or brings_descriptors(stream.connection, _CHUNK_BYTES))
+        ):
             self._expel(connection, _BEHIND)
             return deque()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import os
 import select
 import socket
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
     from weightd.daemon.host.closing import Closing
+    from weightd.shared.peers import Peers
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -42,6 +44,10 @@ _USER_BUFFER_BYTES = 32 * 1024 * 1024
 # Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
 # read returns, and such a close may take as long as the client likes (SO_LINGER).
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+
+
+# The user that this is, and root.
+_OPERATORS = (0, os.getuid())
 
 
 class DescriptorsError(Exception):
@@ -275,22 +281,23 @@ def host_of(connection: socket.socket) -> str:
     return str(connection.getpeername()[0]).removeprefix("::ffff:")
 
 
-def user_of(connection: socket.socket) -> tuple[str, int | None]:
-    """Return on whose account a new connection goes, and the user id; None over TCP.
+def user_of(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
+    """Return on whose account a new connection goes, and whether that is an operator.
 
-    Over TCP it is the host. One that has IPv6 has a network of 64 bits, and may take any address of that.
+    Args:
+        connection: to the client.
+        peers: identifies the clients of a listener of TCP; None where it listens on a Unix socket.
 
     Raises:
         OSError: it has gone.
     """
-    if connection.family == socket.AF_UNIX:
+    if peers is None:
         uid = credentials(connection).uid
-        return f"uid {uid}", uid
-    host = host_of(connection)
-    if ":" in host:
-        packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-        host = f"{socket.inet_ntop(socket.AF_INET6, packed[:8] + bytes(8))}/64"
-    return f"host {host}", None
+        return f"uid {uid}", uid in _OPERATORS
+    peer = peers.of(connection)
+    if not peer.is_known:
+        raise OSError("it has gone")
+    return peer.key, peer.is_operator
 
 
 def buffer_bytes(count: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from weightd.daemon.gate.link import Terms
     from weightd.daemon.gate.separate import Separate
     from weightd.daemon.host.closing import Closing
+    from weightd.shared.peers import Peers
 
 # A client has to complete its handshake in this time, and a user may have so many that have not.
 HANDSHAKE_S = 5.0
@@ -63,9 +63,6 @@ _QUIET_S = 1.0
 
 # Of a connection: its own, and this end of its pair.
 _DESCRIPTORS = 2
-
-# The user that this is, and root.
-_OPERATORS = (0, os.getuid())
 
 _NEVER = float("inf")
 
@@ -119,6 +116,7 @@ class Gate:
         self._keys = _known(terms.keys)
         self._mechanism = self._mechanisms()
         self._admission = Admission(Limits(terms.max_user_connections, terms.max_user_connection_rate))
+        self._peers = _peers() if listener.family != socket.AF_UNIX else None
         self._crowd: Crowd[Client] = Crowd()
         self._users: dict[str, User] = {}
         self._kept = 0
@@ -154,6 +152,8 @@ class Gate:
         for user in self._users.values():
             for each in user.clients:
                 each.close()
+        if self._peers is not None:
+            self._peers.close()
         self._loop.close()
 
     # --- who connects -------------------------------------------------------------------------------------------
@@ -163,11 +163,11 @@ class Gate:
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
-                name, uid = clients.user_of(connection)
+                name, is_operator = clients.user_of(connection, self._peers)
             except OSError:
                 return True  # it has gone
             now = clock.now()
-            refusal = None if uid in _OPERATORS else self._admission.refusal(name, now)
+            refusal = None if is_operator else self._admission.refusal(name, now)
             if refusal is not None:
                 self._tell(self._refusals, name, f"new connection of {name} refused: {refusal}")
                 return False
@@ -599,6 +599,12 @@ class Gate:
                 for each in user.clients:
                     self._hold(each.near, Side.LEAVING)
             self._ends_at = clock.now() + LINGER_S
+
+
+def _peers() -> Peers:
+    from weightd.shared.peers import Peers  # noqa: PLC0415 - a gate on a Unix socket does without
+
+    return Peers()
 
 
 class _Any:

@@ -180,6 +180,13 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     return connection.recv(len(data)) if data else b""
 
 
+def brings_descriptors(connection: socket.socket, nbytes: int) -> bool:
+    """Return whether a read of so many bytes from a Unix socket would bring descriptors."""
+    with contextlib.suppress(OSError):
+        return bool(connection.recvmsg(nbytes, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC)
+    return False
+
+
 def _has_unread_descriptors(connection: socket.socket) -> bool:
     """Return whether descriptors are among the unread data; what comes before them is read and dropped."""
     with contextlib.suppress(OSError):

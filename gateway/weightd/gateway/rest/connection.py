@@ -15,9 +15,9 @@ from aiohttp.web_protocol import RequestHandler
 
 from weightd.gateway.listening import common_name
 from weightd.gateway.logs import log_failure
-from weightd.gateway.peers import Peer
 from weightd.gateway.rest.reply import Refused, Reply
 from weightd.gateway.turns import Piece, Turns
+from weightd.shared.peers import Peer
 
 SWEEP_S = 1.0
 """How often `Crowd.sweep` has to be called."""

@@ -21,11 +21,11 @@ from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.listening import Accepting
-from weightd.gateway.peers import Peer, Peers
 from weightd.gateway.rest.api import Api
 from weightd.gateway.rest.connection import SWEEP_S, Connection, Crowd, Phase
 from weightd.gateway.rest.reply import JSON
 from weightd.gateway.turns import Turns
+from weightd.shared.peers import Peer, Peers
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
 _OTHERS = 128

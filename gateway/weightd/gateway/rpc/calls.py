@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 from weightd.gateway.callers import Caller, Identities, bearer
 from weightd.gateway.codes import TooLarge, status_of, told
 from weightd.gateway.logs import log_failure
-from weightd.gateway.peers import Peer
 from weightd.gateway.rpc.errors import ending
 from weightd.gateway.seats import Seat, Seats
 from weightd.gateway.shares import Shares
@@ -30,6 +29,7 @@ from weightd.protocol.errors import (
     Unauthenticated,
     WeightdError,
 )
+from weightd.shared.peers import Peer
 from weightd.shared.seldom import Seldom
 
 _log = logging.getLogger("weightd.gateway.rpc")

@@ -21,7 +21,6 @@ from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.listening import Accepting
-from weightd.gateway.peers import Peers
 from weightd.gateway.rpc import health, inference, reflection
 from weightd.gateway.rpc.calls import MOST_PROBES, UNSENT_CALLS, Calls, Handler
 from weightd.gateway.rpc.health import Health
@@ -32,6 +31,7 @@ from weightd.gateway.rpc.reflection import Reflection
 from weightd.gateway.rpc.relay import Relay
 from weightd.gateway.rpc.requests import Memory
 from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATCHING, Streams
+from weightd.shared.peers import Peers
 
 # Calls of whoever asks.
 MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING

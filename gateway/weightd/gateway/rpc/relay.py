@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from weightd.gateway.admission import Admission
 from weightd.gateway.listening import common_name
-from weightd.gateway.peers import UNKNOWN, Peer
 from weightd.gateway.rpc.frames import Frames, Heads, LimitExceeded, goaway
+from weightd.shared.peers import UNKNOWN, Peer
 from weightd.shared.seldom import Seldom
 
 _log = logging.getLogger("weightd.gateway.rpc")

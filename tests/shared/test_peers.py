@@ -9,7 +9,7 @@ import pytest
 
 from testkit import loads
 from testkit.users import ALICE, BOB, User, need_other_users
-from weightd.gateway.peers import UNKNOWN, Peer, Peers
+from weightd.shared.peers import UNKNOWN, Peer, Peers
 
 LIMIT_S = 30.0
 

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, Optional, Tuple, Union
 
 # struct ucred of the kernel: pid, uid, gid.
 _CREDENTIALS = struct.Struct("3i")
@@ -34,7 +34,7 @@ _TCP_ESTABLISHED = 1
 # Clients of one network are one peer: a host may choose any address within it.
 _IPV6_NETWORK = 64
 
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 
 class Peer(NamedTuple):
@@ -45,14 +45,19 @@ class Peer(NamedTuple):
         uid: the user at the other end of a Unix socket; None of TCP.
         common_name: of a certificate that TLS has verified; None without one.
         is_local: whether the peer is on this host.
-        is_operator: whether it is root or the user that the gateway runs as, who have no limits of their own.
+        is_operator: whether it is root or the user that this process runs as, who have no limits of their own.
     """
 
     key: str
-    uid: int | None = None
-    common_name: str | None = None
+    uid: Optional[int] = None
+    common_name: Optional[str] = None
     is_local: bool = False
     is_operator: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the connection was there when the kernel was asked."""
+        return self is not UNKNOWN
 
 
 UNKNOWN = Peer("unknown")
@@ -62,7 +67,7 @@ class Peers:
     """Identifies peers; asks the kernel for the users of TCP connections from this host where it can."""
 
     def __init__(self) -> None:
-        self._diagnostics: socket.socket | None = None
+        self._diagnostics: Optional[socket.socket] = None
         with contextlib.suppress(OSError):
             self._diagnostics = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             # The kernel answers within the call that sends the question.
@@ -91,7 +96,7 @@ class Peers:
             self._diagnostics.close()
             self._diagnostics = None
 
-    def _uid_of_tcp(self, far: tuple[_Address, int], near: tuple[_Address, int]) -> int | None:
+    def _uid_of_tcp(self, far: Tuple[_Address, int], near: Tuple[_Address, int]) -> Optional[int]:
         """Return the user who owns the socket at the far end of a connection within this host."""
         if self._diagnostics is None:
             return None
