@@ -630,9 +630,19 @@ def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[
 
     Return how many messages were sent, and how often a connection was closed by the daemon.
     """
+    return _send_and_read_nothing(hands, path, _framed(ModelMetadata("unread", model)) * _GUST, connections)
+
+
+def send_empty_frames(hands: Hands, path: str, connections: int) -> Dict[str, int]:
+    """As `leave_unread`, with messages of as many frames as one may have, all of them empty."""
+    frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
+    return _send_and_read_nothing(hands, path, head(frames) * _GUST, connections)
+
+
+def _send_and_read_nothing(hands: Hands, path: str, gust: bytes, connections: int) -> Dict[str, int]:
+    """Send a gust of messages again and again over each connection; one that is closed is followed by another."""
     outcomes: Counter[str] = Counter()
     peers: List[socket.socket] = []
-    message = _framed(ModelMetadata("unread", model)) * _GUST
     hands.tell("begun")
     while not hands.stopping.is_set():
         if len(peers) < connections:
@@ -643,7 +653,7 @@ def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[
             peers.append(peer)
         for peer in [*peers]:
             try:
-                peer.sendall(message)
+                peer.sendall(gust)
                 outcomes["sent"] += _GUST
             except socket.timeout:
                 continue
@@ -655,31 +665,6 @@ def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[
                 break
     for peer in peers:
         peer.close()
-    return dict(outcomes)
-
-
-def send_empty_frames(hands: Hands, path: str, connections: int) -> Dict[str, int]:
-    """Send messages of as many frames as one may have, all of them empty, over some connections, and read no answer."""
-    outcomes: Counter[str] = Counter()
-    frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
-    message = head(frames) * _GUST
-    hands.tell("begun")
-    with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(connections)]
-        for peer in peers:
-            peer.settimeout(0.05)
-            peer.connect(path)
-        while peers and not hands.stopping.is_set():
-            for peer in [*peers]:
-                try:
-                    peer.sendall(message)
-                    outcomes["sent"] += _GUST
-                except socket.timeout:
-                    continue
-                except OSError:
-                    outcomes["closed"] += 1
-                    peers.remove(peer)
-        hands.stopping.wait()
     return dict(outcomes)
 
 
