@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -119,3 +120,21 @@ def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, mo
     while len(scene.came) < 3:
         scene.loop.wait(30)
     assert scene.tries <= 4
+
+
+def test_what_has_stopped_while_it_rests_accepts_nothing_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "_REST_S", 0.05)
+
+    def refuse(connection: socket.socket) -> bool:
+        scene.let_in(connection)
+        return False
+
+    stopped = Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error)
+    scene.connect()
+    scene.loop.wait(30)
+    stopped.stop()
+    scene.connect()
+    rested = time.monotonic() + 0.1
+    while time.monotonic() < rested:
+        scene.loop.wait(0.02)
+    assert len(scene.came) == 1

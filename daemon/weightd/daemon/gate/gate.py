@@ -110,7 +110,6 @@ class Gate:
         self._closing = closing
         self._link = link
         self._terms = terms
-        self._listener = listener
         self._bounds = zmtp.Bounds(terms.max_frame_bytes, terms.max_memory_bytes)
         self._separate = separate
         self._keys = _known(terms.keys)
@@ -135,7 +134,7 @@ class Gate:
         self._trim_timer = Timer(lambda _: memory.trim())
         for timer in (self._handshake_timer, self._leave_timer, self._trim_timer):
             self._loop.add_timer(timer)
-        Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
+        self._accepting = Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
         self._loop.add(link.fileno(), self._on_link)
         if separate is not None:
             self._loop.add(separate.descriptor, separate.collect)
@@ -594,7 +593,7 @@ class Gate:
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
             self._loop.remove(self._link.fileno())
-            self._loop.remove(self._listener.fileno())
+            self._accepting.stop()
             for user in self._users.values():
                 for each in user.clients:
                     self._hold(each.near, Side.LEAVING)

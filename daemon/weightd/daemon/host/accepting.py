@@ -67,6 +67,11 @@ class Accepting:
             self._loop.pause(self._listener.fileno())
             self._pause.set(clock.now() + _REST_S)
 
+    def stop(self) -> None:
+        """Accept nothing more."""
+        self._pause.set(_NEVER)
+        self._loop.remove(self._listener.fileno())
+
     def _accept(self) -> bool:
         """Accept connections for a moment; return whether any was refused."""
         until = clock.now() + _SLICE_S
