@@ -13,6 +13,7 @@ from .schedule import Event
 from .verdict import Strike
 
 _SHOWN = 40
+_WIDTH = 300
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Report:
     strikes: list[Strike] = field(default_factory=list[Strike])
     skipped: list[Event] = field(default_factory=list[Event])
     problems: list[str] = field(default_factory=list[str])
+    log: list[str] = field(default_factory=list[str])
 
     @property
     def command(self) -> str:
@@ -49,6 +51,8 @@ class Report:
             return "\n".join([*lines, f"PASSED, seed {self.seed}"])
         lines += [f"FAILED, {len(self.problems)} problems:", *(f"  {each}" for each in self.problems[:_SHOWN])]
         lines += [f"  ... and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
+        lines += ["", "faults, from when to when:", *self.history().splitlines()[-_SHOWN:]]
+        lines += ["", "warnings of the daemons:", *(each[:_WIDTH] for each in self.log[-_SHOWN:]), ""]
         return "\n".join([*lines, f"logs:  {self.workspace}", f"again: {self.command}"])
 
 

@@ -221,6 +221,7 @@ class Run:
         report.problems = self._problems
         if self._problems:
             self._service.keep_logs()
+            report.log = self._service.warnings()
             (self._service.workspace / "faults.txt").write_text(report.history(), encoding="utf-8")
         self._service.remove(keep=bool(self._problems))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import shutil
@@ -33,6 +34,9 @@ KEEPER_LIMIT_S = 5.0
 # After so long without a change connections that end are gone, and the daemon has given back what it holds no more: it
 # does so a second after the last large message.
 _QUIET_S = 5.0
+
+# What is no sign of trouble in the log.
+_ROUTINE = re.compile(r"\S+ \S+ (INFO|DEBUG) ")
 
 # What a daemon starts.
 _PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", census.KEEPER)
@@ -115,6 +119,15 @@ class Service:
     def log(self) -> Path:
         """What this daemon writes; each start has a log of its own."""
         return self.workspace / f"weightd.{self._starts}.log"
+
+    def warnings(self) -> list[str]:
+        """Return what all daemons have logged as a warning or worse, and what else is no line of the log."""
+        return [
+            f"{number}: {line}"
+            for number in range(1, self._starts + 1)
+            for line in (self.workspace / f"weightd.{number}.log").read_text("utf-8", "replace").splitlines()
+            if not _ROUTINE.match(line)
+        ]
 
     def ended(self) -> int | None:
         """Return the daemon's exit status, None while it runs."""

@@ -12,6 +12,7 @@ from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
 from weightd.protocol.errors import ERRORS
 
+from . import cut
 from .kinds import Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
@@ -103,6 +104,9 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (UNAVAILABLE, {"timeout": 1.0}, [KILL], True),
         (UNAVAILABLE, {"timeout": 1.1}, [KILL], False),
         (UNAVAILABLE, {"timeout": 1.0}, [], False),
+        (UNAVAILABLE, {"timeout": 1.0, "model": cut.NAME}, [strike(Fault.UPDATE, model=cut.NAME)], True),
+        (UNAVAILABLE, {"timeout": 1.1, "model": cut.NAME}, [strike(Fault.UPDATE, model=cut.NAME)], False),
+        (UNAVAILABLE, {"timeout": 1.0}, [strike(Fault.UPDATE)], False),
         # A gate that is lost explains what its own clients lose, and nothing else.
         (UNAVAILABLE, {"by_gate": True}, GATES_LOST, True),
         (UNAVAILABLE, {}, GATES_LOST, False),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from weightd.daemon.requests.blame.guard import MAX_LOSSES
 from weightd.daemon.requests.blame.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
 
+from . import cut
 from .kinds import BLAMING, GATES, LETHAL, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
@@ -73,6 +74,11 @@ def _no_worker(incident: Incident, strikes: Sequence[Strike]) -> bool:
     return _late(incident) and _during(*LETHAL, Fault.POISON)(incident, strikes)
 
 
+def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """At its deadline the group that served was gone, as where no port is free for two, and the next one not there."""
+    return _late(incident) and incident.model == cut.NAME and _during(Fault.UPDATE, Fault.RELOAD)(incident, strikes)
+
+
 def _count(incident: Incident, strikes: Sequence[Strike], before: float, faults: Collection[Fault]) -> int:
     """How many of these faults can have met the model from so many seconds before the request was sent to its end."""
     begin, end = incident.sent_at - before, incident.ended_at
@@ -111,7 +117,13 @@ def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
 
 
 LEGAL: Mapping[str, Sequence[Rule]] = {
-    "UNAVAILABLE": (_during(Fault.KILL_DAEMON, everywhere=True), _gate_lost, _no_worker, _killed_again_and_again),
+    "UNAVAILABLE": (
+        _during(Fault.KILL_DAEMON, everywhere=True),
+        _gate_lost,
+        _no_worker,
+        _group_exchanged,
+        _killed_again_and_again,
+    ),
     "DEADLINE_EXCEEDED": (
         _own_deadline,
         _during(Fault.HANG_WORKER),

@@ -101,9 +101,9 @@ def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: H
     assert {"of the daemon", "of a model", "of b", "of a host", "of a 2999"} <= {*texts}
 
 
-def test_many_clients_leave_half_of_what_is_kept_to_the_daemon() -> None:
+def test_many_clients_leave_half_of_what_is_kept_to_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
     happened = Happened(100)
-    logging.getLogger("weightd").setLevel(logging.INFO)
+    caplog.set_level(logging.INFO, "weightd")
     with happened.listening():
         for number in range(80):
             LOG.warning("of the daemon %d", number)
