@@ -33,8 +33,15 @@ class TokenBuckets:
         self._buckets[key] = tokens - 1.0, now
         return True
 
+    def has_one(self, key: str, now: float) -> bool:
+        """Return whether `take` would succeed."""
+        return not self._rate or self._tokens(key, now) >= 1.0
+
     def charge(self, key: str, tokens: float, now: float) -> None:
-        """Take so many tokens of a key, also those that it does not have yet, up to one burst."""
+        """Take so many tokens of a key, also those that it does not have yet, up to one burst.
+
+        A negative number gives tokens back.
+        """
         if self._rate:
             self._buckets[key] = max(-self._burst, self._tokens(key, now) - tokens), now
 

@@ -141,8 +141,8 @@ class Frames:
         """Count bytes that were sent to the client."""
         self._tokens += nbytes * FOR_BYTE
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Count the frames in what the client has sent.
+    def feed(self, data: bytes, now: float) -> int:
+        """Count the frames in what the client has sent; return how many calls begin in it.
 
         Raises:
             LimitExceeded: the connection has to be closed, and nothing of `data` may be used.
@@ -156,8 +156,11 @@ class Frames:
             if data[:position] != PREFACE[begin : begin + position]:
                 raise LimitExceeded("expected the preface of HTTP/2")
             self._preface_left -= position
+        calls = 0
         for kind, flags, length in self._heads.feed(data, position):
             self._count(kind, flags, length)
+            calls += kind == HEADERS
+        return calls
 
     def _count(self, kind: int, flags: int, length: int) -> None:
         if self._in_headers and kind != CONTINUATION:

@@ -19,9 +19,10 @@ from typing import Any, cast
 
 from weightd.gateway.admission import Admission
 from weightd.gateway.listening import common_name
-from weightd.gateway.rpc.frames import Frames, Heads, LimitExceeded, goaway
+from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway
 from weightd.shared.peers import UNKNOWN, Peer
 from weightd.shared.seldom import Seldom
+from weightd.shared.tokenbuckets import TokenBuckets
 
 _log = logging.getLogger("weightd.gateway.rpc")
 
@@ -33,6 +34,15 @@ _CLOSING_S = 1.0
 
 # Between two lines of the log about violations of one peer.
 _QUIET_S = 10.0
+
+# The limit of calls of one peer: so many a second, beside one for each message that it was sent. A call that is
+# cancelled at once, or refused, costs the gateway time and brings no message.
+CALLS_PER_S = 1000.0
+CALLS_BURST = 1000.0
+
+# So many bytes are counted before the limit of calls is looked at; what exceeds it is tried again after so long.
+_STEP_BYTES = 8192
+_WAIT_S = 0.01
 
 
 class Relay:
@@ -55,6 +65,7 @@ class Relay:
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._violations = Seldom(_QUIET_S)
+        self._calls = TokenBuckets(CALLS_PER_S, CALLS_BURST)
 
     def peer(self, called: str) -> Peer:
         """Return the peer of a connection by what gRPC's library calls it."""
@@ -131,6 +142,15 @@ class Relay:
             more = f" ({untold} more since the last such line)" if untold else ""
             _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, why, more)
 
+    def may_call(self, peer: Peer, now: float) -> bool:
+        """Return whether a peer may begin another call."""
+        return peer.is_operator or self._calls.has_one(peer.key, now)
+
+    def calls(self, peer: Peer, number: int, now: float) -> None:
+        """Count calls that a peer has begun, or, as a negative number, messages that it was sent."""
+        if number and not peer.is_operator:
+            self._calls.charge(peer.key, number, now)
+
     def gone(self, client: _Client) -> None:
         """Count a connection no more."""
         self._clients.discard(client)
@@ -149,6 +169,9 @@ class _Client(asyncio.Protocol):
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._before = bytearray()
+        # What is not passed on before the peer may begin calls again.
+        self._held = b""
+        self._waiting: asyncio.TimerHandle | None = None
         self._is_open = False
         self._is_released = False
         self._is_refused = False
@@ -162,6 +185,7 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_clock()
+        self._drop_held()
         if self._library is not None:
             self._library.abort()
         self.release()
@@ -180,11 +204,17 @@ class _Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        data, self._held = self._held + data, b""
         try:
-            self._frames.feed(data, time.monotonic())
+            allowed = self._count(data)
         except LimitExceeded as error:
             self._refuse(str(error))
             return
+        if allowed < len(data):
+            data, self._held = data[:allowed], data[allowed:]
+            self._pause()
+            if self._waiting is None:
+                self._waiting = asyncio.get_running_loop().call_later(_WAIT_S, self._go_on)
         if self._library is not None:
             self._library.write(data)
             return
@@ -194,6 +224,23 @@ class _Client(asyncio.Protocol):
             self._stop_clock()
             self._pause()
             self._relay.open(self)
+
+    def _count(self, data: bytes) -> int:
+        """Return how many bytes may be passed on now."""
+        now = time.monotonic()
+        allowed = 0
+        while allowed < len(data) and self._relay.may_call(self.peer, now):
+            step = data[allowed : allowed + _STEP_BYTES]
+            self._relay.calls(self.peer, self._frames.feed(step, now), now)
+            allowed += len(step)
+        return allowed
+
+    def _go_on(self) -> None:
+        """Try again what is held."""
+        self._waiting = None
+        self.data_received(b"")
+        if not self._held:
+            self._resume()
 
     def eof_received(self) -> bool:
         # HTTP/2 has no use for a connection that is open in one direction.
@@ -228,8 +275,8 @@ class _Client(asyncio.Protocol):
         """Send what gRPC's library sends."""
         if self._transport is None or self._is_refused:
             return
-        for _ in self._sent.feed(data):
-            pass
+        messages = sum(kind == DATA for kind, _, _ in self._sent.feed(data))
+        self._relay.calls(self.peer, -messages, time.monotonic())
         self._frames.passed_back(len(data))
         self._transport.write(data)
 
@@ -253,8 +300,14 @@ class _Client(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _resume(self) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._held and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
+
+    def _drop_held(self) -> None:
+        self._held = b""
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def _stop_clock(self) -> None:
         if self._deadline is not None:
@@ -264,6 +317,7 @@ class _Client(asyncio.Protocol):
     def _refuse(self, why: str) -> None:
         """Close the connection with the reason, as far as it can be told."""
         self._is_refused = True
+        self._drop_held()
         self._before = bytearray()
         self._relay.violated(self, why)
         if self._library is not None:

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightd.gateway.admission import Admission
+from weightd.gateway.rpc import frames, relay
+from weightd.gateway.rpc.frames import PREFACE, Heads
+from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Relay
+from weightd.shared.peers import Peer
+
+END_HEADERS = 4
+
+
+def frame(kind: int, content: bytes = b"", flags: int = 0) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + content
+
+
+RESET_CALL = frame(frames.HEADERS, b"\x82", END_HEADERS) + frame(frames.RST_STREAM, bytes(4))
+# One read may bring more than the limit before it is looked at again.
+STEP = relay._STEP_BYTES // len(RESET_CALL) + 1
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written, and whether reading is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_paused = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+    def abort(self) -> None:
+        pass
+
+
+class Connected:
+    """A connection that has begun, at a clock that the test moves."""
+
+    def __init__(self, relay: Relay, peer: Peer) -> None:
+        self.client = _Client(relay, peer)
+        self.near, self.far = FakeTransport(), FakeTransport()
+        self.client.connection_made(self.near)
+        self.client._is_open = True
+        self.client.data_received(PREFACE)
+        self.client.connected(self.far)
+
+    @property
+    def calls(self) -> int:
+        """How many calls gRPC's library has seen."""
+        return sum(kind == frames.HEADERS for kind, _, _ in Heads().feed(self.far.written, len(PREFACE)))
+
+
+_Client = relay._Client
+NOW = [0.0]
+PEER = Peer("uid 7", 7, False)
+
+
+@pytest.fixture
+def relayed(monkeypatch: pytest.MonkeyPatch) -> Relay:
+    NOW[0] = 100.0
+    monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: NOW[0]))
+    return Relay(Path("/nowhere"), Admission(100, 0.0), 5.0)
+
+
+def run(story: Any) -> None:
+    async def within() -> None:
+        story()
+
+    asyncio.run(within())
+
+
+def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(relayed: Relay) -> None:
+    def story() -> None:
+        first, second = Connected(relayed, PEER), Connected(relayed, PEER)
+        first.client.data_received(RESET_CALL * 3000)
+        assert CALLS_BURST <= first.calls <= CALLS_BURST + STEP
+        assert first.near.is_paused
+        second.client.data_received(RESET_CALL * 10)
+        assert second.calls == 0
+        other = Connected(relayed, PEER._replace(key="uid 8"))
+        other.client.data_received(RESET_CALL * 10)
+        assert (other.calls, other.near.is_paused) == (10, False)
+        NOW[0] += 1.0
+        first.client._go_on()
+        assert CALLS_BURST + CALLS_PER_S - STEP <= first.calls <= CALLS_BURST + CALLS_PER_S + STEP
+
+    run(story)
+
+
+def test_calls_that_bring_messages_have_none(relayed: Relay) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        for _ in range(100):
+            connected.client.data_received(frame(frames.HEADERS, b"\x82", END_HEADERS) * 100)
+            connected.client.answer(frame(frames.DATA, bytes(5)) * 100)
+        assert connected.calls == 10_000
+
+    run(story)
+
+
+def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Relay) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        sent = b"".join(frame(frames.HEADERS, bytes([0x82, n & 127]), END_HEADERS) for n in range(4000))
+        connected.client.data_received(sent)
+        # The kernel may hand over what it had before reading was paused.
+        connected.client.data_received(RESET_CALL)
+        for _ in range(10):
+            NOW[0] += 1.0
+            connected.client._go_on()
+        assert connected.far.written == PREFACE + sent + RESET_CALL
+        assert not connected.near.is_paused
+
+    run(story)
