@@ -6,16 +6,18 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from testkit import census
+from testkit import census, fuse, loads
 from testkit.waiting import until
 from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
@@ -122,6 +124,42 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
         with daemon.client(place.address) as another:
             ask_all(another, "mlp", questions)
         assert daemon.end() == 0
+
+
+def closed(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not fuse.is_available(), reason="there is no FUSE here")
+def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
+    mlp: Path, questions: list[Question], place: Place, tmp_path: Path
+) -> None:
+    table = {"path": mlp, "workers": 1, "start": "spawn"}
+    with (
+        place.serve({"mlp": table}) as daemon,
+        fuse.unclosable(tmp_path / "file"),
+        daemon.client(place.address) as client,
+    ):
+        ask_all(client, "mlp", questions)
+        descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+        try:
+            # The daemon closes the first one for as long as the file system lives, and the others stay open.
+            for _ in range(8):
+                loads.pass_descriptor(f"{place.address}.unix", descriptor)
+            os.kill(model(client).generations[0].processes[-1].pid, signal.SIGKILL)
+            ask_all(client, "mlp", questions)
+            # A process that reads the configuration, and one that copies a model.
+            place.config({"mlp": {**table, "threads": 2}})
+            assert client.reload().changed == ("mlp",)
+            until(lambda: "mlp.2: serving" in daemon.log, "the changed model serves")
+            # The process that makes those that serve ZeroMQ, and one of them.
+            [zygote] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "zygote"]
+            os.kill(zygote, signal.SIGKILL)
+            with daemon.client(place.zmq_address) as another:
+                ask_all(another, "mlp", questions)
+        finally:
+            threading.Thread(target=closed, args=(descriptor,)).start()
 
 
 def test_it_does_without_dev_shm(mlp: Path, questions: list[Question], place: Place, tmp_path: Path) -> None:

@@ -38,15 +38,16 @@ from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
-from weightd.daemon.host import audit, clock
+from weightd.daemon.host import audit, clock, spawning
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import INTERRUPT
 from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.happened import Happened
 from weightd.daemon.host.listening import listens_on_loopback
 from weightd.daemon.host.loop import Loop, signals
 from weightd.daemon.host.memory import MIB, host_bytes
-from weightd.daemon.host.shortage import check_threads
+from weightd.daemon.host.shortage import check_threads, explained
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.meters.meters import MeterFigures, Meters
 from weightd.daemon.meters.totals import TotalFigures, Totals
@@ -184,6 +185,10 @@ class Server:
         """
         allow_descriptors()
         check_threads(_ZEROMQ_THREADS)
+        try:
+            spawning.begin()
+        except OSError as error:
+            raise ClaimError(explained(f"cannot start the thread that starts processes: {error}")) from None
         kept = self._manager.there
         numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
         # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.

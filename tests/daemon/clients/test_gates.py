@@ -306,7 +306,7 @@ def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
     [gate] = serve().gates.gates
     tried: list[None] = []
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         tried.append(None)
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -346,7 +346,7 @@ def test_where_no_zygote_can_be_started_it_is_tried_again(
     daemon = serve()
     tried: list[None] = []
 
-    def refuse() -> None:
+    def refuse(*_: object) -> None:
         tried.append(None)
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 from testkit.waiting import until
+from weightd.daemon.host import spawning
 from weightd.daemon.host.memory import held
 from weightd.daemon.host.processes import Process, adopt, kill, last_words, lives, reap, start
 
@@ -147,18 +148,20 @@ def test_what_cannot_be_started(program: str, number: int, log: Path) -> None:
 
 
 def test_a_child_that_cannot_be_watched_is_not_left_running(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    real = subprocess.Popen
+    started: list[int] = []
+    real = spawning.spawn
 
-    def popen(*arguments: Any, **settings: Any) -> Any:
+    def spawn(*arguments: Any, **settings: Any) -> int:
         started.append(real(*arguments, **settings))
         return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", popen)
+    monkeypatch.setattr(spawning, "spawn", spawn)
     monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with pytest.raises(OSError, match="Too many open files"):
         start(SLEEP, log)
-    assert [each.returncode for each in started] == [-signal.SIGKILL]
+    [pid] = started
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_neither_is_one_that_was_forked_by_another(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,12 +497,12 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     lingers, held = lingering(600)
     with held, Path("/dev/null").open("rb") as null:
         # Closed after the daemon, it would hold up this process.
-        _pass(path, lingers.fileno(), lingers.close)
+        pass_descriptor(path, lingers.fileno(), lingers.close)
         for _ in range(100):
-            outcomes[_pass(path, null.fileno())] += 1
+            outcomes[pass_descriptor(path, null.fileno())] += 1
         hands.tell("begun")
         while not hands.stopping.is_set():
-            outcomes[_pass(path, null.fileno())] += 1
+            outcomes[pass_descriptor(path, null.fileno())] += 1
     return dict(outcomes)
 
 
@@ -545,7 +545,7 @@ def _allow_descriptors(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count), most))
 
 
-def _pass(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: None) -> str:
+def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: None) -> str:
     """Send a descriptor with a message that is none; return how that ended."""
     rights = struct.pack("@i", descriptor)
     try:

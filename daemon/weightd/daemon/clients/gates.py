@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from weightd.daemon.gate import link
 from weightd.daemon.gate.link import PeerIdentity, Said, Terms
 from weightd.daemon.gate.zygote import Zygote, launch
-from weightd.daemon.host import clock
+from weightd.daemon.host import clock, spawning
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
@@ -130,7 +131,7 @@ class Gates:
         self._loop = loop
         self._adopt = adopt
         self._zygote: Zygote | None = None
-        self._have(zygote or launch())
+        self._have(zygote or _launched())
         self._numbers = itertools.count()
         self._by_number: dict[int, Gate] = {}
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
@@ -264,7 +265,7 @@ class Gates:
     def _launch(self, now: float) -> None:
         """Have another zygote: there is none."""
         try:
-            self._have(launch())
+            self._have(_launched())
         except OSError as error:
             _log.error("no gate: %s", explained(f"the zygote cannot be started: {error.strerror}"))
             self._launch_timer.set(now + _LONGEST_DELAY_S)
@@ -305,6 +306,10 @@ class Gates:
             )
             self._asked.clear()
             self._zygote.kill()
+
+
+def _launched() -> Zygote:
+    return launch(functools.partial(spawning.spawn, session=False))
 
 
 def delay(failures: int) -> float:

@@ -15,7 +15,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from weightd.daemon.gate import link, process
@@ -39,7 +39,7 @@ _NEVER = float("inf")
 # Bytes of the wakeup descriptor that are read at once.
 _WAKEUPS = 4096
 
-# Another process gets it at this number.
+# Another process gets it at this number, the next one.
 _LINK = 3
 
 _PROGRAM = (
@@ -105,13 +105,16 @@ def fork() -> Zygote:
     return Zygote(pid, ours)
 
 
-def launch() -> Zygote:
-    """Make a zygote of an interpreter of its own, which takes longer, and some memory more."""
+def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], int]) -> Zygote:
+    """Make a zygote of an interpreter of its own, which takes longer, and some memory more.
+
+    Args:
+        spawn: starts it, with these descriptors as 0, 1 and so on; returns its pid.
+    """
     ours, its = socket.socketpair()
     argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
-    actions = [(os.POSIX_SPAWN_DUP2, its.fileno(), _LINK)]
-    with without_interrupts(), its:
-        pid = os.posix_spawn(sys.executable, argv, os.environ, file_actions=actions)
+    with its:
+        pid = spawn(argv, os.environ, [_STDIN, _STDOUT, _STDERR, its.fileno()])
     return Zygote(pid, ours)
 
 

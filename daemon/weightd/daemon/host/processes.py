@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightd.daemon.host import exitwatch
+from weightd.daemon.host import exitwatch, spawning
 from weightd.daemon.host.shortage import explained
-from weightd.shared.parent import without_interrupts
 
 # Of a log that may be long, this much tells the cause.
 _TAIL_BYTES = 4096
@@ -65,22 +63,10 @@ def start(
     Raises:
         OSError: it cannot be started.
     """
-    with log.open("ab") as output, given(order) as stdin, without_interrupts():
-        popen = subprocess.Popen(
-            argv,
-            stdin=stdin,
-            stdout=output if stdout is None else stdout,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        return Process(popen.pid, exitwatch.watch(popen.pid), log, popen.wait)
-    except OSError:
-        # Nobody could watch it.
-        popen.kill()
-        popen.wait()
-        raise
+    with log.open("ab") as output, given(order) as stdin:
+        descriptors = stdin, output.fileno() if stdout is None else stdout, output.fileno()
+        pid = spawning.spawn(argv, os.environ if environment is None else environment, descriptors)
+    return adopt(pid, log)
 
 
 @contextlib.contextmanager

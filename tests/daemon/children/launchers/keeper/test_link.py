@@ -386,13 +386,13 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
     start_keeper: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked: list[bool] = []
-    spawn = os.posix_spawn
+    spawn = os.posix_spawnp
 
     def spawned(*arguments: Any, **options: Any) -> int:
-        blocked.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        blocked.append(signal.SIGINT in options["setsigmask"])
         return spawn(*arguments, **options)
 
-    monkeypatch.setattr(os, "posix_spawn", spawned)
+    monkeypatch.setattr(os, "posix_spawnp", spawned)
     keeper = start_keeper()
     assert blocked == [True]
     # Its children do not inherit that.

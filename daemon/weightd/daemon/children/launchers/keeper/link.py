@@ -19,18 +19,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.daemon.children.launch import Launch
-from weightd.daemon.children.launchers.keeper import process
 from weightd.daemon.children.launchers.launcher import Kept
-from weightd.daemon.host import clock
+from weightd.daemon.host import clock, spawning
 from weightd.daemon.host.processes import Process
-from weightd.shared.parent import without_interrupts
 
 _log = logging.getLogger("weightd")
 
 LOG = "keeper.log"
 """In its directory: what it says if it fails."""
-
-_STDIN, _STDOUT, _STDERR = range(3)
 
 _CHUNK_BYTES = 65536
 
@@ -201,7 +197,9 @@ class Keeper:
                 # The time-out of `recv` would go on while this process is stopped.
                 if not clock.poll(self._readable, _PATIENCE_S):
                     raise OSError("timed out")
-                more, descriptors, flags, _ = socket.recv_fds(self._link, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                more, descriptors, flags, _ = socket.recv_fds(self._link, _CHUNK_BYTES, 1)
+                for each in descriptors:
+                    os.set_inheritable(each, False)
                 if descriptors or flags & socket.MSG_CTRUNC:
                     self._drop_descriptor()
                     self._descriptor = descriptors[0] if descriptors else _NONE
@@ -237,37 +235,28 @@ def start(directory: Path, *others: Path) -> Keeper:
     """
     ours, its = socket.socketpair()
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    # Out of the way of the numbers that they get in the new process.
-    sources = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, process.LOCK + 1) for each in (its.fileno(), lock)]
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # The same errno as of a process that cannot be started.
             raise OSError(errno.EBUSY, "another keeper has the directory", str(directory)) from None
-        with without_interrupts():
-            os.posix_spawn(
-                sys.executable,
-                # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
-                # The directory last: as long as it is there, whoever waits for its lock waits for everything.
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), *map(str, others), str(directory)],
-                os.environ,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, _STDIN, os.devnull, os.O_RDONLY, 0),
-                    # Not the daemon's: whoever reads that waits for its end.
-                    (os.POSIX_SPAWN_OPEN, _STDOUT, str(directory / LOG), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                    (os.POSIX_SPAWN_DUP2, _STDOUT, _STDERR),
-                    (os.POSIX_SPAWN_DUP2, sources[0], process.LINK),
-                    (os.POSIX_SPAWN_DUP2, sources[1], process.LOCK),
-                ],
-                setsid=True,
-            )
+        # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
+        # The directory last: as long as it is there, whoever waits for its lock waits for everything.
+        argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), *map(str, others), str(directory)]
+        # Not the daemon's output: whoever reads that waits for its end.
+        with Path(os.devnull).open("rb") as nothing, os.fdopen(_log_of(directory), "ab") as log:
+            output = log.fileno()
+            spawning.spawn(argv, os.environ, [nothing.fileno(), output, output, its.fileno(), lock])
         return Keeper(ours.detach())
     finally:
         ours.close()
         its.close()
-        for each in (lock, *sources):
-            os.close(each)
+        os.close(lock)
+
+
+def _log_of(directory: Path) -> int:
+    return os.open(directory / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def wait_until_gone(directory: Path, seconds: float) -> bool:
