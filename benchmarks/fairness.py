@@ -699,6 +699,20 @@ def _cancellations(plan: _Plan) -> Found:
     return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
+def _costly_replies(plan: _Plan) -> Found:
+    """A asks for what is costly to answer, over the Unix socket and over ZeroMQ, of a service with many models."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    others = {f"other{number}": {"workers": 1, **_path(TINY, plan)} for number in range(20)}
+    with _stage(plan, {TINY: {}, **others}, {}) as stage:
+        unix, zeromq = f"{stage.service.address}.unix", stage.service.address
+        for kind in ("status", "metrics", "events"):
+            attacks[f"{kind}, Unix"] = _attack(plan, stage, question, (loads.ask_for, unix, kind))
+        stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
+        attacks["metrics, ZeroMQ"] = _attack(plan, stage, question, (loads.ask_for, zeromq, "metrics"))
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -999,6 +1013,7 @@ PARTS: Mapping[str, Part] = {
     "special-values": _special_values,
     "empty-frames": _empty_frames,
     "cancellations": _cancellations,
+    "costly-replies": _costly_replies,
     "shares": _shares,
     "curve": _curve,
 }

@@ -20,10 +20,11 @@ from weightd.daemon.continuity.service import Manager
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.fleet import Change
 from weightd.daemon.observe.memory import Memory
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.server import Server
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.messages.journal import Logs, LogsResponse
+from weightd.protocol.messages.journal import Events, Logs, LogsResponse
 from weightd.protocol.messages.status import StatusResponse
 
 
@@ -144,7 +145,7 @@ def test_a_hangup_says_nothing_before_the_start_is_over(managed: Any, notified: 
     assert notified.recv(4096) == b"READY=1"
 
 
-def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
+def test_who_asks_for_what_is_costly_too_often_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text('[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
@@ -154,12 +155,22 @@ def test_who_asks_for_the_status_too_often_is_refused(tmp_path: Path) -> None:
         refused.append((client, request_id, error.code))
 
     server._backend, server._gates = SimpleNamespace(processes={}), SimpleNamespace(pids=[])
-    server._frontend = SimpleNamespace(room=SimpleNamespace(user=bytes.decode), tell_error=tell_error)
+    server._frontend = SimpleNamespace(tell_error=tell_error)
     viewer = Viewer(EVERYONE, sees_all=True)
-    server.ask_status(b"modest", "0", viewer)
-    for number in range(16):
-        server.ask_status(b"greedy", str(number), viewer)
-    assert refused == [(b"greedy", "15", "RESOURCE_EXHAUSTED")]
+    for number in range(6):
+        server.ask_status(Waiter(b"greedy", str(number), "a"), viewer)
+    server.ask_metrics(Waiter(b"greedy", "6", "a"), viewer)
+    server.ask_events(Waiter(b"greedy", "7", "a"), Events("7"))
+    for ask in (server.ask_status, server.ask_metrics):
+        with pytest.raises(ResourceExhausted, match=r"8 questions of this user .* wait already"):
+            ask(Waiter(b"greedy", "8", "a"), viewer)
+    with pytest.raises(ResourceExhausted):
+        server.ask_events(Waiter(b"greedy", "8", "a"), Events("8"))
+    for number in range(8):
+        server.ask_status(Waiter(b"%d" % number, "0", str(number)), viewer)
+    assert refused == []
+    server.ask_status(Waiter(b"modest", "0", "b"), viewer)
+    assert refused == [(b"greedy", "7", "RESOURCE_EXHAUSTED")]
 
 
 def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Path) -> None:
@@ -190,7 +201,7 @@ def test_logs_are_read_a_file_a_turn_and_few_are_asked_for_at_once(tmp_path: Pat
     assert server._tails == []
 
 
-def test_who_may_not_see_others_is_told_at_once_and_nothing_is_measured_for_it(tmp_path: Path) -> None:
+def test_for_who_may_not_see_others_nothing_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text('[tenants.ann]\nuids = [1]\n[models.m]\npath = "/models/m.onnx"\npython = "python3"\n')
     server = begun(path)
@@ -201,11 +212,12 @@ def test_who_may_not_see_others_is_told_at_once_and_nothing_is_measured_for_it(t
 
     server._frontend = SimpleNamespace(tell_status=tell_status)
     ann = server._tenants.get("ann")
-    server.ask_status(b"c", "7", Viewer(ann, sees_all=False))
+    server.ask_status(Waiter(b"c", "7", "tenant ann"), Viewer(ann, sees_all=False))
+    assert told == []
+    server._reports.step()
     [(client, response)] = told
     assert (client, response.id, response.state, response.pid) == (b"c", "7", "running", 0)
     assert [each.name for each in response.tenants] == ["ann"]
-    assert server._surveys == []
 
 
 def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> None:

@@ -713,9 +713,14 @@ OBSERVE = [
         ("            self._tick.set(now + _TICK_S)\n", ""),
     ),
     *mutants("observe", "daemon/test_server.py",
-        ("if len(self._surveys) > _MAX_SURVEYS:", "if False:"),
         ("if len(self._tails) == _MAX_TAILS:", "if False:"),
-        ("        if not viewer.sees_all:", "        if False:"),
+        ("        if viewer.sees_all:", "        if True:"),
+    ),
+    *mutants("observe", "daemon/observe/test_reports.py",
+        ("if len(self._waiting) > MAX_WAITING:", "if False:"),
+        ("        if due > began:", "        if False:"),
+        ("min(self._waiting, key=", "max(self._waiting, key="),
+        ("            self.timer.set(due)\n", ""),
     ),
 ]  # fmt: skip
 

@@ -64,11 +64,13 @@ from weightd.daemon.observe.loading import Loading
 from weightd.daemon.observe.memory import Copy, Found, Memory, copies
 from weightd.daemon.observe.metrics import Counted, Moment, tell
 from weightd.daemon.observe.own import own_report
+from weightd.daemon.observe.reports import Reports
 from weightd.daemon.observe.status import Subject, report
-from weightd.daemon.observe.survey import Measured, Survey, crowding
+from weightd.daemon.observe.survey import Measured, Survey
 from weightd.daemon.observe.tails import Tails
 from weightd.daemon.requests.blame.suspects import Known
 from weightd.daemon.requests.shares import Clocks
+from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import Scrapes
 from weightd.daemon.shutdown import Event, Shutdown
@@ -77,7 +79,7 @@ from weightd.daemon.tenants.directory import Directory
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
-from weightd.protocol.messages.journal import Events, EventsResponse, Logs
+from weightd.protocol.messages.journal import Events, Logs
 from weightd.protocol.messages.metrics import MetricsResponse
 from weightd.protocol.schema import label
 from weightd.protocol.version import VERSION
@@ -91,9 +93,6 @@ _STOP_MARGIN_S = 10.0
 
 # Of the host's memory, by default, for what clients send and do not read; the models have the rest.
 _SHARE_OF_MEMORY = 4
-
-# A status answer costs the kernel milliseconds a process: nobody needs more of them at once.
-_MAX_SURVEYS = 16
 
 # Of libzmq, in a process with one context.
 _ZEROMQ_THREADS = 2
@@ -159,7 +158,9 @@ class Server:
             "load": Entry(self._loading, PaceFigures),
         }
         self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
-        self._surveys: list[Survey] = []
+        self._reports = Reports(
+            self._loop, lambda asker, error: self._frontend.tell_error(asker.client, asker.request_id, error)
+        )
         self._measured = Measured()
         self._memory = Memory()
         self._tails: list[Tails] = []
@@ -251,6 +252,7 @@ class Server:
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
         self._loop.add_timer(self._patience)
         self._loop.add_timer(self._sign)
+        self._loop.add_timer(self._reports.timer)
         for timer in (*self._accounting.timers, self._ledger.timer, self._patience_with_reader):
             self._loop.add_timer(timer)
         if self._manager.there:
@@ -623,21 +625,32 @@ class Server:
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def ask_status(self, client: bytes, request_id: str, viewer: Viewer) -> None:
+    def ask_status(self, asker: Waiter, viewer: Viewer) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
-        if not viewer.sees_all:
-            models = list(self._fleet.models.values())
-            told = own_report(request_id, *self._standing(), viewer.tenant, models, self._accounts)
-            self._frontend.tell_status(client, told)
-            return
-        pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
-        self._surveys.append(Survey(client, request_id, pids, self._measured))
-        self._loop.soon(self._measure)
-        if len(self._surveys) > _MAX_SURVEYS:
-            each = crowding(self._surveys, self._frontend.room.user)
-            self._surveys.remove(each)
-            text = f"{_MAX_SURVEYS} status requests wait already, most of them of this client, or of its user"
-            self._frontend.tell_error(each.client, each.request_id, ResourceExhausted(text))
+        if viewer.sees_all:
+            pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
+            survey = Survey(asker.request_id, pids, self._measured)
+            self._reports.ask(asker, functools.partial(self._measure, asker.client, survey))
+        else:
+            self._reports.ask(asker, functools.partial(self._answer_own_status, asker, viewer))
+
+    def ask_metrics(self, asker: Waiter, viewer: Viewer) -> None:
+        """A client wants to know what was counted."""
+
+        def answer() -> bool:
+            self._frontend.tell_metrics(asker.client, self.metrics(asker.request_id, viewer))
+            return True
+
+        self._reports.ask(asker, answer)
+
+    def ask_events(self, asker: Waiter, question: Events) -> None:
+        """A client wants to know what has happened."""
+
+        def answer() -> bool:
+            self._frontend.tell_events(asker.client, self._happened.answer(question))
+            return True
+
+        self._reports.ask(asker, answer)
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
@@ -660,16 +673,18 @@ class Server:
     def _copies(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
         return copies(models, self._backend.processes, self._backend.files)
 
-    def _measure(self) -> None:
-        """Look at one process more."""
-        if self._surveys[0].step():
-            self._answer_status(self._surveys.pop(0))
-        if self._surveys:
-            self._loop.soon(self._measure)
+    def _measure(self, client: bytes, survey: Survey) -> bool:
+        """Look at one process more; return whether the answer has been sent."""
+        is_done = survey.step()
+        if is_done:
+            self._answer_status(client, survey)
+        return is_done
 
-    def events(self, question: Events) -> EventsResponse:
-        """Return what has happened."""
-        return self._happened.answer(question)
+    def _answer_own_status(self, asker: Waiter, viewer: Viewer) -> bool:
+        models = list(self._fleet.models.values())
+        told = own_report(asker.request_id, *self._standing(), viewer.tenant, models, self._accounts)
+        self._frontend.tell_status(asker.client, told)
+        return True
 
     def ask_logs(self, client: bytes, question: Logs) -> None:
         """A client wants to know what the processes of a model have said: it is told once that has been read."""
@@ -696,7 +711,7 @@ class Server:
     def _standing(self) -> tuple[str, float]:
         return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
 
-    def _answer_status(self, survey: Survey) -> None:
+    def _answer_status(self, client: bytes, survey: Survey) -> None:
         backend, now = self._backend, clock.now()
         self._look_at_loads(now)
         subject = Subject(
@@ -715,7 +730,7 @@ class Server:
             self._accounts,
             functools.partial(self._loading.share, now=now),
         )
-        self._frontend.tell_status(survey.client, report(survey, *self._standing(), subject))
+        self._frontend.tell_status(client, report(survey, *self._standing(), subject))
 
 
 def _fixed(config: Config) -> dict[str, object]:

@@ -319,7 +319,7 @@ def test_who_is_told_what_has_happened_and_what_processes_say(
         raise Unavailable("it was asked")
 
     world = World({"default": TenantConfig(may=rights, models=("m", "other"))})
-    world.daemon.events = world.daemon.ask_logs = asked
+    world.daemon.ask_events = world.daemon.ask_logs = asked
     world.models["hidden"] = world.model
     client = world.client(may_operate=may_operate, is_near=is_near)
     client.stream.send(encode(message))

@@ -38,7 +38,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     for name in (WORKER, SPARE):
         model.heard(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
-    survey = Survey(b"c", "s", (), Measured())
+    survey = Survey("s", (), Measured())
     survey.held = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
     subject = Subject(
         [model],

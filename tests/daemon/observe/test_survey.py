@@ -4,7 +4,7 @@ import pytest
 
 from weightd.daemon.host.memory import Held
 from weightd.daemon.observe import survey
-from weightd.daemon.observe.survey import MAX_AGE_S, Measured, Survey, crowding
+from weightd.daemon.observe.survey import MAX_AGE_S, Measured, Survey
 
 
 class Kernel:
@@ -36,17 +36,17 @@ def steps(one: Survey) -> int:
 
 def test_a_process_is_measured_once_a_second_however_often_is_asked(kernel: Kernel) -> None:
     measured = Measured(lambda: kernel.now)
-    surveys = [Survey(b"", "", [1, 2, 7], measured) for _ in range(16)]
+    surveys = [Survey("", [1, 2, 7], measured) for _ in range(16)]
     # The first takes a step for each process: the loop does its other work between.
     assert [steps(each) for each in surveys] == [3] + [1] * 15
     assert kernel.asked == [7, 2, 1]
     assert [each.held for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
     # One that has come since is measured alone.
     kernel.now = MAX_AGE_S / 2
-    late = Survey(b"", "", [1, 3, 2], measured)
+    late = Survey("", [1, 3, 2], measured)
     assert (steps(late), late.held) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
     kernel.now = MAX_AGE_S
-    assert steps(Survey(b"", "", [1, 2], measured)) == 2
+    assert steps(Survey("", [1, 2], measured)) == 2
     assert kernel.asked == [7, 2, 1, 3, 2, 1]
 
 
@@ -54,20 +54,5 @@ def test_no_value_is_kept_that_is_of_no_use(kernel: Kernel) -> None:
     measured = Measured(lambda: kernel.now)
     for pid in range(1000):
         kernel.now += MAX_AGE_S / 4
-        steps(Survey(b"", "", [pid], measured))
+        steps(Survey("", [pid], measured))
     assert len(vars(measured)["_values"]) <= 4
-
-
-@pytest.mark.parametrize(
-    ("waiting", "index"),
-    [
-        # Whoever asks most gives way to who asks once: of clients, and of users.
-        ([b"a1", b"a1", b"a1", b"b1"], 2),
-        ([b"a1", b"a2", b"a3", b"b1"], 2),
-        ([b"a1", b"a2", b"b1", b"b1", b"a1"], 4),
-        ([b"a1", b"b1"], 1),
-    ],
-)
-def test_who_asks_for_more_than_others_gives_way(waiting: list[bytes], index: int) -> None:
-    surveys = [Survey(client, "", [], Measured()) for client in waiting]
-    assert crowding(surveys, lambda client: client.decode()[0]) is surveys[index]

@@ -29,6 +29,8 @@ from weightd.protocol.codec import decode, encode
 from weightd.protocol.framing import MAX_FRAMES, Incoming, head
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
+from weightd.protocol.messages.journal import Events
+from weightd.protocol.messages.metrics import Metrics
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Register, Registered, Unregister
 from weightd.protocol.messages.status import Status
 from weightd.protocol.messages.types import TO_CLIENT
@@ -324,15 +326,32 @@ def request_and_cancel(hands: Hands, address: str, model: str, inputs: Arrays, c
     The address is that of the Unix socket or of a ZeroMQ listener. Answers are read and dropped. Return how many
     requests were sent.
     """
-    is_zeromq = not address.endswith(".unix")
     specs = tuple(TensorSpec(name, "FP32", array.shape) for name, array in inputs.items())
     pairs: List[bytes] = []
     for number in range(500):
         request = [*encode(Infer(str(number), RequestDescription(model, specs))), *map(_bytes_of, inputs.values())]
-        pairs += map(_zmtp_message if is_zeromq else _stream_message, (request, encode(Cancel(str(number)))))
-    data = (ZMTP_GREETING if is_zeromq else b""), b"".join(pairs)
+        pairs += [_as_sent(address, request), _as_sent(address, encode(Cancel(str(number))))]
+    return _repeat(hands, address, b"".join(pairs), connections)
+
+
+def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict[str, int]:
+    """Ask for the status, the metrics or the events over some connections as fast as answers are read.
+
+    The address is that of the Unix socket or of a ZeroMQ listener. Return how many requests were sent.
+    """
+    message: Any = {"status": Status, "metrics": Metrics, "events": Events}[kind]
+    return _repeat(hands, address, _as_sent(address, encode(message("1"))) * 500, connections)
+
+
+def _as_sent(address: str, frames: Sequence[bytes]) -> bytes:
+    return _stream_message(frames) if address.endswith(".unix") else _zmtp_message(frames)
+
+
+def _repeat(hands: Hands, address: str, messages: bytes, connections: int) -> Dict[str, int]:
+    """Send 500 messages again and again over some connections until told to stop; return how many were sent."""
+    data = (b"" if address.endswith(".unix") else ZMTP_GREETING), messages
     sent: List[int] = []
-    threads = [threading.Thread(target=_cancel, args=(hands, address, data, sent)) for _ in range(connections)]
+    threads = [threading.Thread(target=_repeat_one, args=(hands, address, data, sent)) for _ in range(connections)]
     for thread in threads:
         thread.start()
     hands.tell("begun")
@@ -341,7 +360,7 @@ def request_and_cancel(hands: Hands, address: str, model: str, inputs: Arrays, c
     return {"sent": sum(sent)}
 
 
-def _cancel(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
+def _repeat_one(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
     """One connection; one that is ended is followed by another."""
     begin, pairs = data
     while not hands.stopping.is_set():

@@ -91,20 +91,18 @@ class Daemon(Protocol):
         """Whether no new request is taken."""
         ...
 
-    def ask_status(self, client: bytes, request_id: str, viewer: Viewer) -> None:
-        """Tell the client how everything stands, when that is known.
+    def ask_status(self, asker: Waiter, viewer: Viewer) -> None:
+        """Tell a client how everything stands, when that is known.
 
         Raises:
-            RequestError: it will not be told.
+            RequestError: the client will not be told.
         """
 
-    def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
-        """Return what was counted, and how things stand."""
-        ...
+    def ask_metrics(self, asker: Waiter, viewer: Viewer) -> None:
+        """Tell a client what was counted; raises as `ask_status`."""
 
-    def events(self, question: Events) -> EventsResponse:
-        """Return what has happened."""
-        ...
+    def ask_events(self, asker: Waiter, question: Events) -> None:
+        """Tell a client what has happened; raises as `ask_status`."""
 
     def ask_logs(self, client: bytes, question: Logs) -> None:
         """Tell the client what the processes of a model have said, when that has been read.
@@ -262,6 +260,14 @@ class Frontend:
     def tell_status(self, client: bytes, status: StatusResponse) -> None:
         """Send the answer to a status request."""
         self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
+
+    def tell_metrics(self, client: bytes, metrics: MetricsResponse) -> None:
+        """Send the answer to a question for metrics."""
+        self._tell(client, metrics, max_bytes=limits.MAX_STATUS_BYTES)
+
+    def tell_events(self, client: bytes, events: EventsResponse) -> None:
+        """Send the answer to a question for events."""
+        self._tell(client, events)
 
     def tell_reloaded(self, client: bytes, response: ReloadResponse) -> None:
         """Send the answer to a reload."""
@@ -441,15 +447,14 @@ class Frontend:
         self._tell(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_status(connection.key, message.id, self._viewer(connection, message.tenant, now))
+        self._daemon.ask_status(_asker(connection, message), self._viewer(connection, message.tenant, now))
 
     def _tell_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        told = self._daemon.metrics(message.id, self._viewer(connection, message.tenant, now))
-        self._tell(connection.key, told, max_bytes=limits.MAX_STATUS_BYTES)
+        self._daemon.ask_metrics(_asker(connection, message), self._viewer(connection, message.tenant, now))
 
     def _tell_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
         self._access.check_status(connection, "events")
-        self._tell(connection.key, self._daemon.events(message))
+        self._daemon.ask_events(Waiter(connection.key, message.id, connection.user), message)
 
     def _ask_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
         self._access.check_operator(connection, "read logs")
@@ -605,6 +610,12 @@ class Frontend:
         if not self._connections.send(client, [*header, *frames]):
             refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
             self._connections.send(client, encode(Error(message.id, refusal.code, str(refusal))))
+
+
+def _asker(connection: Connection, message: Status | Metrics) -> Waiter:
+    """Return who asks, on the account of the tenant that the message names, if it names one."""
+    user = connection.user if message.tenant is None else f"tenant {message.tenant}"
+    return Waiter(connection.key, message.id, user)
 
 
 def _entry(connection: Connection, message: Any) -> audit.Entry:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar, cast
 
 from weightd.daemon.host.memory import Held, held
@@ -43,14 +42,12 @@ class Survey:
     """Reads the memory of one process a step.
 
     Args:
-        client: who asked.
         request_id: the id of the question.
         pids: the processes to look at.
         measured: what is known.
     """
 
-    def __init__(self, client: bytes, request_id: str, pids: Iterable[int], measured: Measured) -> None:
-        self.client = client
+    def __init__(self, request_id: str, pids: Iterable[int], measured: Measured) -> None:
         self.request_id = request_id
         self.held: dict[int, Held | None] = {}
         self.measured = measured
@@ -79,11 +76,3 @@ class Survey:
         """Return likewise what was no file's."""
         held = self.held.get(pid)
         return None if held is None else held.anonymous
-
-
-def crowding(surveys: Sequence[Survey], user: Callable[[bytes], str]) -> Survey:
-    """Return which one gives way: the last one of who has most, of all clients of the user that has most."""
-    users = {each.client: user(each.client) for each in surveys}
-    by_user = Counter(users[each.client] for each in surveys)
-    by_client = Counter(each.client for each in surveys)
-    return max(reversed(surveys), key=lambda each: (by_user[users[each.client]], by_client[each.client]))
