@@ -1,37 +1,60 @@
-"""A token bucket for each of any number of keys. Pure: no I/O, no clock."""
+"""Token buckets: one, or one for each of any number of keys. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-from typing import Dict, Tuple
+from typing import Dict
 
 # Full buckets are dropped when the table has grown to twice its size after the last time.
 _LEAST_KEPT = 1024
 
 
+class TokenBucket:
+    """Limits how often something happens. A new bucket is full.
+
+    The rate, in tokens a second, and the burst, the tokens of a full bucket, may be others in each call. The rate has
+    to be more than 0.
+    """
+
+    __slots__ = ("_at", "_tokens")
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._at = -float("inf")
+
+    def tokens(self, rate: float, burst: float, now: float) -> float:
+        """Return how many tokens it has; less than 0 after a `charge` that it could not pay."""
+        return min(burst, self._tokens + (now - self._at) * rate)
+
+    def take(self, rate: float, burst: float, now: float) -> bool:
+        """Take one token, if there is one; return whether there was."""
+        tokens = self.tokens(rate, burst, now)
+        if tokens < 1.0:
+            return False
+        self._tokens, self._at = tokens - 1.0, now
+        return True
+
+    def charge(self, tokens: float, rate: float, burst: float, now: float) -> None:
+        """Take so many tokens, also those that it does not have yet, up to one burst."""
+        self._tokens, self._at = max(-burst, self.tokens(rate, burst, now) - tokens), now
+
+
 class TokenBuckets:
-    """Limits how often something happens for each key; a decision takes the same time for any number of keys.
+    """A bucket for each key; a decision takes the same time for any number of keys.
 
     Args:
         rate: tokens a second that each bucket gets; 0 for no limit.
-        burst: tokens of a full bucket. A key that was not seen yet has a full one.
+        burst: tokens of a full bucket.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
         self._burst = burst
-        # The tokens of each key, and when they were counted.
-        self._buckets: Dict[str, Tuple[float, float]] = {}
+        self._buckets: Dict[str, TokenBucket] = {}
         self._drop_at = _LEAST_KEPT
 
     def take(self, key: str, now: float) -> bool:
         """Take one token of a key, if it has one; return whether it had."""
-        if not self._rate:
-            return True
-        tokens = self._tokens(key, now)
-        if tokens < 1.0:
-            return False
-        self._buckets[key] = tokens - 1.0, now
-        return True
+        return not self._rate or self._of(key, now).take(self._rate, self._burst, now)
 
     def has_one(self, key: str, now: float) -> bool:
         """Return whether `take` would succeed."""
@@ -43,25 +66,21 @@ class TokenBuckets:
         A negative number gives tokens back.
         """
         if self._rate:
-            self._buckets[key] = max(-self._burst, self._tokens(key, now) - tokens), now
+            self._of(key, now).charge(tokens, self._rate, self._burst, now)
 
     def __len__(self) -> int:
         """Return how many keys are kept."""
         return len(self._buckets)
 
-    def _tokens(self, key: str, now: float) -> float:
-        found = self._buckets.get(key)
-        if found is None:
+    def _of(self, key: str, now: float) -> TokenBucket:
+        bucket = self._buckets.get(key)
+        if bucket is None:
             if len(self._buckets) >= self._drop_at:
                 self._drop_full(now)
-            return self._burst
-        tokens, at = found
-        return min(self._burst, tokens + (now - at) * self._rate)
+            bucket = self._buckets[key] = TokenBucket()
+        return bucket
 
     def _drop_full(self, now: float) -> None:
-        self._buckets = {
-            key: (tokens, at)
-            for key, (tokens, at) in self._buckets.items()
-            if tokens + (now - at) * self._rate < self._burst
-        }
+        rate, burst = self._rate, self._burst
+        self._buckets = {key: each for key, each in self._buckets.items() if each.tokens(rate, burst, now) < burst}
         self._drop_at = max(_LEAST_KEPT, 2 * len(self._buckets))

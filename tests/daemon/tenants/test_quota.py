@@ -90,6 +90,15 @@ def test_in_no_stretch_of_time_are_there_more_messages_than_the_rate_and_a_secon
             assert last - first + 1 <= max(1.0, rate) + (end - start) * rate + 1e-3
 
 
+def test_a_rate_that_a_reload_raises_counts_from_then_on() -> None:
+    quota, slow, fast = Quota(), TenantConfig(max_rate=1.0), TenantConfig(max_rate=10.0)
+    quota.speaks(slow, 0.0)
+    refused = too_soon(quota, slow, 0.25)
+    assert refused is not None
+    assert refused.retry_after == pytest.approx(0.75)
+    assert [too_soon(quota, fast, 0.45) is None for _ in range(5)] == [True] * 4 + [False]
+
+
 def test_who_is_not_bounded_may_say_what_he_wants() -> None:
     quota = Quota()
     for _ in range(1000):

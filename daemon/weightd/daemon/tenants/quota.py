@@ -5,6 +5,7 @@ from __future__ import annotations
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol.messages.data import RequestDescription
+from weightd.shared.tokenbuckets import TokenBucket
 
 # A guess: how long it takes until some of what there is has been computed.
 _RETRY_S = 0.1
@@ -20,16 +21,14 @@ class Quota:
         connections: that it has.
     """
 
-    __slots__ = ("_at", "_saved", "connections", "in_flight", "waiting", "waiting_bytes")
+    __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.waiting = 0
         self.waiting_bytes = 0
         self.connections = 0
-        # Messages that it may still send at once, as of then.
-        self._saved = 0.0
-        self._at = -float("inf")
+        self._messages = TokenBucket()
 
     def speaks(self, config: TenantConfig, now: float) -> None:
         """A message of any kind has come, or is sent on its account by another one.
@@ -41,14 +40,11 @@ class Quota:
         if not rate:
             return
         # Less than one a second are one now and then.
-        most = max(1.0, rate)
-        saved = min(most, self._saved + (now - self._at) * rate)
-        self._at = now
-        if saved < 1.0:
-            self._saved = saved
+        burst = max(1.0, rate)
+        if not self._messages.take(rate, burst, now):
+            missing = 1.0 - self._messages.tokens(rate, burst, now)
             text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
-            raise QuotaExceeded("max_rate", text, retry_after=(1.0 - saved) / rate)
-        self._saved = saved - 1.0
+            raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
     def check(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
         """See whether one more request may be accepted, whose tensors come with so many bytes.
