@@ -74,6 +74,7 @@ CONNECTIONS = 3000
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
 SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
 SPARSE_KEPT = 50
+ENDINGS = 1000  # requests of A that end at one moment
 MEMORY_LIMIT = 768 * 1024 * 1024
 FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
 POISON_WORKERS = 3
@@ -713,6 +714,23 @@ def _costly_replies(plan: _Plan) -> Found:
     return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
+def _endings(plan: _Plan) -> Found:
+    """A queues requests for a slow model and has all of them end at one moment, or has many reach their deadlines."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    (inputs,) = material.inputs(MLP_WIDTH, count=1)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {TINY: {}, MLP: {"max_queue": 2 * ENDINGS}}) as stage:
+        for way, name in (
+            ("close", "its client disconnects"),
+            ("deadline", "at their deadline"),
+            ("cancel", "by one cancellation"),
+            ("expire", "one by one at their deadlines behind as many others"),
+        ):
+            load = (loads.end_many, f"{stage.service.address}.unix", MLP, inputs, ENDINGS, way)
+            attacks[f"{ENDINGS} requests end, {name}"] = _attack(plan, stage, question, load)
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+
+
 def _shares(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     errors: dict[str, float] = {}
@@ -1014,6 +1032,7 @@ PARTS: Mapping[str, Part] = {
     "empty-frames": _empty_frames,
     "cancellations": _cancellations,
     "costly-replies": _costly_replies,
+    "endings": _endings,
     "shares": _shares,
     "curve": _curve,
 }

@@ -355,7 +355,9 @@ class Server:
             self._sign.set(now)
 
     def _finished(self) -> bool:
-        return self._shutdown.ending and (self._keeping is not None or self._backend.is_empty)
+        if not self._shutdown.ending or any(model.desk.has_to_refuse for model in self._fleet.everyone()):
+            return False
+        return self._keeping is not None or self._backend.is_empty
 
     def _on_change(self) -> None:
         """A generation, or a child, is not what it was."""
@@ -446,7 +448,7 @@ class Server:
         return any(model.has_failed for model in self._fleet.models.values())
 
     def _idle(self) -> bool:
-        return all(model.desk.scheduler.idle for model in self._fleet.everyone())
+        return all(model.desk.idle for model in self._fleet.everyone())
 
     # --- the end ------------------------------------------------------------------------------------------------
 

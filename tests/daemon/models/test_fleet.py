@@ -117,11 +117,11 @@ def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
 def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     yard = Yard(a=ONE, b=TWO)
     b = yard.made[1]
-    b.desk.scheduler.idle, b.deaths = False, 3
+    b.desk.idle, b.deaths = False, 3
     assert yard.reload(a=ONE) == Change((), (), ("b",))
     assert yard.serving() == [("a", ONE)]
     assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
-    b.desk.scheduler.idle = True
+    b.desk.idle = True
     for _ in range(2):
         yard.fleet.settle(0.0)
         assert b.done == ["will leave", "drain 0"]
@@ -195,7 +195,7 @@ def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_di
 
 def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothing_to_the_next_of_its_name() -> None:
     yard = Yard(a=ONE)
-    yard.made[0].desk.scheduler.idle = False
+    yard.made[0].desk.idle = False
     yard.reload(a=TWO)
     yard.reload()
     assert (yard.made[1].draining, len(yard.fleet.everyone())) == (True, 2)

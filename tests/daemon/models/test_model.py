@@ -640,7 +640,7 @@ def test_what_waits_is_the_successors() -> None:
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]
     assert [client for client, _ in new.host.metadata] == [b"curious"]
-    assert old.model.desk.scheduler.idle
+    assert old.model.desk.idle
 
 
 @pytest.mark.parametrize("replaced", [True, False])

@@ -446,6 +446,6 @@ def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage.model.metadata(Waiter(b"client", "q"))
     stage.model.metadata(Waiter(b"another", "r"))
     stage.model.vanished(b"client", stage.now)
-    assert stage.model.desk.scheduler.idle
+    assert stage.model.desk.idle
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"another"]

@@ -511,7 +511,7 @@ class World(RuleBasedStateMachine):
         self.work()
         assert self.answers.keys() == self.sent.keys()
         assert (self.written, self.desk.writers.begun) == (set(), {})
-        assert self.desk.scheduler.idle
+        assert self.desk.idle
 
     def work(self) -> None:
         for _ in range(1000):

@@ -370,7 +370,7 @@ class World(RuleBasedStateMachine):
         assert (self.written, self.desk.writers.begun) == (set(), {})
         self.who_gets_an_answer_gets_its_own()
         assert self.answers.keys() == self.sent.keys()
-        assert self.desk.scheduler.idle
+        assert self.desk.idle
 
 
 TestWorld = World.TestCase

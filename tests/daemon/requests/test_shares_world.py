@@ -843,7 +843,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
     world.settle()
     assert world.answers.keys() == world.asked.keys()
     assert all(of_quota(each) == (0, 0, 0) for each in who)
-    assert all(model.desk.scheduler.idle for model in made)
+    assert all(model.desk.idle for model in made)
     for model in made:
         model.desk.dispatch(world.now)
     assert [len(world.clocks.of(device)) for device in DEVICES] == [0, 0]

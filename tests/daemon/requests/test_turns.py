@@ -369,7 +369,7 @@ class World(RuleBasedStateMachine):
                 self.house.serve(name)
         for member in self.house.members:
             assert member.answers.keys() == member.asked.keys()
-            assert member.desk.scheduler.idle
+            assert member.desk.idle
 
 
 TestWorld = World.TestCase

@@ -378,6 +378,43 @@ def _repeat_one(hands: Hands, address: str, data: Tuple[bytes, bytes], sent: Lis
                     sent.append(500 if len(rest) == len(pairs) else 0)
 
 
+def end_many(hands: Hands, path: str, model: str, inputs: Arrays, count: int, way: str) -> Dict[str, int]:
+    """Queue `count` requests over the Unix socket and end them all at one moment, again and again until told to stop.
+
+    They end when the connection closes ("close"), at their deadline ("deadline"), or by one cancellation, as all have
+    the same id ("cancel"). With "expire", they stay in the queue, and requests with a deadline in 1 us follow. Return
+    how many requests were sent.
+    """
+    specs = tuple(TensorSpec(name, "FP32", array.shape) for name, array in inputs.items())
+    description, tensors = RequestDescription(model, specs), [*map(_bytes_of, inputs.values())]
+
+    def requests(seconds: float, count: int = 50) -> bytes:
+        parameters = Parameters(timeout=max(1, int(1e6 * seconds)))
+        return _stream_message([*encode(Infer("1", description, parameters)), *tensors]) * count
+
+    sent = 0
+    hands.tell("begun")
+    while not hands.stopping.is_set():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            peer.settimeout(2.0)
+            end = time.monotonic() + 1.0
+            for _ in range(count // 50):
+                peer.sendall(requests(end - time.monotonic() if way == "deadline" else 600.0))
+            sent += count
+            if way == "cancel":
+                peer.sendall(_framed(Cancel("1")))
+            while way == "expire" and not hands.stopping.is_set():
+                peer.sendall(requests(1e-6))
+                sent += 50
+                while select.select([peer], [], [], 0)[0] and peer.recv(1 << 20):
+                    pass
+            if way != "close":
+                hands.stopping.wait(max(0.0, end + 0.2 - time.monotonic()))
+        hands.stopping.wait(0.1)
+    return {"sent": sent}
+
+
 def _zmtp_message(frames: Sequence[bytes]) -> bytes:
     last = len(frames) - 1
     return b"".join(struct.pack(">BQ", 2 | (index < last), len(frame)) + frame for index, frame in enumerate(frames))

@@ -203,7 +203,7 @@ class Fleet:
             if model.desk.scheduler.line.count:
                 # What a worker had that died while it left.
                 heir.adopt(model, now)
-        elif model.desk.scheduler.idle and not model.draining:
+        elif model.desk.idle and not model.draining:
             model.drain(now)
         if model.gone:
             model.dispose()

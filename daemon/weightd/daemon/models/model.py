@@ -317,7 +317,8 @@ class Model:
     @property
     def gone(self) -> bool:
         """Whether nothing is left of it after `drain`."""
-        return self.draining and not self._crew and not any(each.generations for each in self.deployments)
+        is_over = self.draining and not self.desk.has_to_refuse
+        return is_over and not self._crew and not any(each.generations for each in self.deployments)
 
     @property
     def serves(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.parties import Names
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
+from weightd.daemon.requests.scheduler import AT_ONCE, MOST_ENDED, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.shares import Clocks
 from weightd.daemon.requests.signature import Signature, Waiter, example
@@ -107,6 +108,8 @@ class Desk:
         self._looks = False
         self._has_news = False
         self._looked = 0
+        # Requests that have been taken from the queue and from the seats, and still have to be refused.
+        self._ending: deque[tuple[Request, RequestError]] = deque()
         self._due_by = due_by
         self._name = name
         self._config = config
@@ -160,16 +163,28 @@ class Desk:
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
-        self._end(self.scheduler.end_of(client, request_id), Cancelled("taken back by the client"), now)
+        error = Cancelled("taken back by the client")
+        self._end([(each, error) for each in self.scheduler.end_of(client, request_id)])
+        self.dispatch(now)
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
         self.signature.take_waiters(lambda waiter: waiter.client == client)
-        self._end(self.scheduler.end_of(client), Cancelled("its client is gone"), now)
+        error = Cancelled("its client is gone")
+        self._end([(each, error) for each in self.scheduler.end_of(client)])
+        self.dispatch(now)
 
     def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse what waits and is `unfit`; what runs goes on."""
-        self._end(self.scheduler.withdraw(unfit), error, now)
+        """Refuse what waits and is `unfit`, all at once, as its memory is needed; what runs goes on."""
+        ending, self._ending = self._ending, deque()
+        for request, its_error in ending:
+            if unfit(request):
+                self.refuse(request, its_error)
+            else:
+                self._ending.append((request, its_error))
+        for request in self.scheduler.withdraw(unfit):
+            self.refuse(request, error)
+        self.dispatch(now)
 
     def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
         """Refuse who waits for the metadata and is `unfit`."""
@@ -358,7 +373,11 @@ class Desk:
         self._skip()
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
-        """End each request whose deadline has passed, with the error that `explained` makes of it."""
+        """Go on with ending requests, and end those whose deadlines have passed.
+
+        The latter end with the error that `explained` makes of theirs.
+        """
+        self._end_some()
         for request, error in self.scheduler.expire(now):
             self.refuse(request, explained(error))
 
@@ -379,8 +398,8 @@ class Desk:
         """It is known what the model takes: what waits and does not fit ends."""
         self.signature.learn(built)
         unfit = self.signature.refusals(list(self.scheduler.line))
-        for request in self.scheduler.withdraw(lambda each: each.number in unfit):
-            self.refuse(request, unfit[request.number])
+        gone = self.scheduler.withdraw(lambda each: each.number in unfit)
+        self._end([(each, unfit[each.number]) for each in gone])
         self._tell_metadata()
 
     def renew(self, built: Built | None) -> None:
@@ -392,7 +411,9 @@ class Desk:
     def adopt(self, old: Desk) -> Iterator[Request]:
         """Take over who waits at another desk for metadata; yield what waits there for an answer."""
         old.guard.give_up()
-        yield from old.scheduler.give_up()
+        for request in old.scheduler.give_up():
+            old.scheduler.deadlines.remove(request)
+            yield request
         self.signature.adopt(old.signature)
         self.names = old.names
         self._tell_metadata()
@@ -401,14 +422,14 @@ class Desk:
         """End a request in an error."""
         self.failed += 1
         self.scheduler.end_whole(request)
+        self.scheduler.deadlines.remove(request)
         request.running = bool(request.written)
         self._askers.refuse(request, error)
 
     def give_up(self, error: RequestError) -> None:
         """End what waits."""
         self.guard.give_up()
-        for request in self.scheduler.give_up():
-            self.refuse(request, error)
+        self._end([(each, error) for each in self.scheduler.give_up()])
 
     def close(self, error: RequestError) -> None:
         """Nobody will ever answer: end what waits, metadata included."""
@@ -419,15 +440,27 @@ class Desk:
     def leave(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
         self.guard.give_up()
-        everything = [request for request, _ in self.scheduler.end(lambda _: True)]
-        self._end(everything, Unavailable("weightd is restarting"), now)
+        error = Unavailable("weightd is restarting")
+        self._end([(each, error) for each, _ in self.scheduler.end(lambda _: True)])
+        while self._ending:
+            self._end_some()
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
     @property
+    def idle(self) -> bool:
+        """Whether each request that was accepted has ended."""
+        return not self._ending and self.scheduler.idle
+
+    @property
+    def has_to_refuse(self) -> bool:
+        """Whether clients have still to be told of requests that neither wait nor run any more."""
+        return bool(self._ending)
+
+    @property
     def next_event(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
-        if self.guard.looks or self._looks:
+        if self._ending or self.guard.looks or self._looks:
             return AT_ONCE
         ping, event = self.guard.watchdog.next_event, self.scheduler.next_event
         return ping if ping < event else event
@@ -446,17 +479,24 @@ class Desk:
         self._look_on()
 
     def _tell_evicted(self) -> None:
-        for request, error in self.scheduler.take_evicted():
-            self.refuse(request, error)
+        self._end(self.scheduler.take_evicted())
 
     def _look_on(self) -> None:
         self._has_news = self._looks = True
         self._due_by(AT_ONCE)
 
-    def _end(self, requests: Iterable[Request], error: RequestError, now: float) -> None:
-        for request in requests:
-            self.refuse(request, error)
-        self.dispatch(now)
+    def _end(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
+        """Refuse requests that neither wait nor run any more: some at once, and the rest in the next turns."""
+        has_others = bool(self._ending)
+        self._ending += requests
+        if not has_others:
+            self._end_some()
+
+    def _end_some(self) -> None:
+        for _ in range(min(MOST_ENDED, len(self._ending))):
+            self.refuse(*self._ending.popleft())
+        if self._ending:
+            self._due_by(AT_ONCE)
 
     def _skip(self) -> None:
         for seat, number in self.scheduler.seats.take_recalled():
@@ -557,6 +597,7 @@ class Desk:
             self._answer(part.request, process, *whole, now)
 
     def _answer(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+        self.scheduler.deadlines.remove(request)
         request.running = bool(request.written)
         self._askers.answer(request, result, frames)
         latency = now - request.arrived

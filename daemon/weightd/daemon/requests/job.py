@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.requests.part import Part
+from weightd.daemon.requests.part import FIRST_PART, Part
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.terms import Form
 from weightd.daemon.requests.shares import Bill
@@ -83,6 +83,14 @@ class Job:
     def sole(self) -> Request | None:
         """The request that it is a part of, all alone; None if it has several parts."""
         return next(iter(self.parts.values())).request if self.count == 1 else None
+
+    def part_of(self, request: Request) -> Part | None:
+        """Return its part of a request, which has not been answered; None if it has none."""
+        part = self.parts.get(request.number)
+        if part is None and self.number >= FIRST_PART:
+            # A job that has some rows of a request has nothing else.
+            part = next((each for each in self.parts.values() if each.request is request), None)
+        return part
 
     @property
     def requests(self) -> list[Request]:

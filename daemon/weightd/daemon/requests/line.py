@@ -122,10 +122,15 @@ class Line:
         cut = self.cuts.pop(request.number, None)
         if cut is not None:
             cut.ended = True
-            for queue in self._queues:
-                if request in queue:
-                    queue.remove(request)
+            self.take_out(request)
         return cut
+
+    def take_out(self, request: Request) -> bool:
+        """Take out a request, if it waits; return whether it did."""
+        found = [queue for queue in self._queues if request in queue]
+        for queue in found:
+            queue.remove(request)
+        return bool(found)
 
     def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
         """Take out all that are `unfit`, at the cost of a look at each."""

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from weightd.daemon.requests.deadlines import Deadlines
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.line import Line, Queued
 from weightd.daemon.requests.long_jobs import Durations, Users
@@ -31,6 +32,9 @@ _GRACE_S = 0.5
 
 # When it is due to look at what is aside.
 AT_ONCE = 0.0
+
+# So many requests end in one turn of the loop: between two turns other clients are served.
+MOST_ENDED = 32
 
 # So long after another tenant has asked a model, a seat gets nothing ahead: it may ask again.
 _LATELY_S = 1.0
@@ -53,6 +57,7 @@ class Scheduler:
         seats: where it runs.
         line: what waits.
         clocks: as above.
+        deadlines: of the requests that have not ended.
         users: the tenants that use the seats; one object for all models of one process.
     """
 
@@ -73,10 +78,9 @@ class Scheduler:
         self.seats = Seats(predict_timeout, due_by, self.tally, self._on, self._ran)
         self.line = Line(max_queue, max_queue_bytes, levels, self.seats.run_confined)
         self._part_numbers = itertools.count(FIRST_PART)
-        # No outstanding request has an earlier deadline than this.
-        self._earliest = float("inf")
+        self.deadlines = Deadlines()
         # Their deadline had passed when it was their turn: `expire` tells.
-        self._late: list[Request] = []
+        self._late: dict[int, Request] = {}
         # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
         self._last: Tenant | None = None
         self._last_at = self._others_at = -math.inf
@@ -167,7 +171,10 @@ class Scheduler:
         return evicted
 
     def assign(self, now: float) -> Iterator[tuple[Seat, Job]]:
-        """Yield each pair of seat and job that is due now; what is yielded is running."""
+        """Yield each pair of seat and job that is due now; what is yielded is running.
+
+        If many requests are found to be late, the rest of the work is left to the next turn of the loop.
+        """
         line = self.line
         if line.shared or now < self.clocks.until:
             self._see_tenants(now)
@@ -175,12 +182,14 @@ class Scheduler:
             self._begin_anew()
         self._long_at = math.inf
         self.seats.look_for_missed(now)
-        while (turn := self._turn(now)) is not None:
+        late = 0
+        while late < MOST_ENDED and (turn := self._turn(now)) is not None:
             queue, request, seat = turn
             queue.remove(request)
             if request.deadline <= now:
-                self._late.append(request)
+                self._late[request.number] = request
                 self.end_whole(request)
+                late += 1
                 continue
             form = seat.terms.form(request.description)
             will_cut = form is not None and seat.terms.cuts(form, request.origin.far) and queue is line.normal
@@ -190,6 +199,8 @@ class Scheduler:
                 line.append(request)
                 continue
             yield seat, self._give(seat, request, form, now)
+        if late == MOST_ENDED:
+            self._due_by(AT_ONCE)
 
     def release(self, process: str, *, but: Sequence[Request] = ()) -> None:
         """The seat of the process is gone, or as good as that: what it has not answered waits again, at the head.
@@ -249,16 +260,23 @@ class Scheduler:
             self.seats.recall(cut)
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
-        """Give up each request whose deadline has passed; a late answer to it will find nobody."""
-        if now < self._earliest:
+        """Give up up to `MOST_ENDED` requests whose deadlines have passed; a late answer to one will find nobody.
+
+        `next_event` is not later than `now` while there are more.
+        """
+        due = self.deadlines.take_due(now, MOST_ENDED)
+        if not due:
             return []
-        late, self._late = self._late, []
-        ended = [(request, False) for request in late] + self.end(lambda request: request.deadline <= now)
-        self._earliest = min((request.deadline for request in self._outstanding()), default=float("inf"))
-        return [
-            (request, DeadlineExceeded(f"was {'running' if ran else 'waiting in the queue'} at its deadline"))
-            for request, ran in ended
-        ]
+        running = self.seats.end_each(due)
+        expired: list[tuple[Request, RequestError]] = []
+        for request in due:
+            waited = self._late.pop(request.number, None) is not None or self.line.take_out(request)
+            if waited or request in running:
+                self.end_whole(request)
+                where = "running" if running.get(request) else "waiting in the queue"
+                expired.append((request, DeadlineExceeded(f"was {where} at its deadline")))
+        self.line.presence.look()
+        return expired
 
     def paused(self, seconds: float, now: float) -> None:
         """The clock stood still for so long, but the clients' time went on: bring their deadlines forward."""
@@ -276,7 +294,10 @@ class Scheduler:
     def end_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out what the client has asked, or what it has asked under this id; nobody else's is looked at."""
         ran = self._end_of_seats(lambda each: each.client == client and request_id in (None, each.id))
-        return self.line.withdraw_of(client, request_id) + [request for request, _ in ran]
+        gone = self.line.withdraw_of(client, request_id)
+        for request in gone:
+            self.end_whole(request)
+        return gone + [request for request, _ in ran]
 
     def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
         """Return the requests that wait, or have still to be given to a seat in part, and are `unfit`; forget them."""
@@ -288,8 +309,8 @@ class Scheduler:
 
     def give_up(self) -> list[Request]:
         """Return every request that waits, or has waited until its deadline, and forget it."""
-        late, self._late = self._late, []
-        return late + self.withdraw(lambda _: True)
+        late, self._late = self._late, {}
+        return [*late.values(), *self.withdraw(lambda _: True)]
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
@@ -307,7 +328,7 @@ class Scheduler:
     @property
     def next_event(self) -> float:
         """No request and no seat is due for `expire` or `overdue` before this (monotonic seconds)."""
-        return min(self._earliest, self.seats.look, self._long_at)
+        return min(self.deadlines.earliest, self.seats.look, self._long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -495,9 +516,8 @@ class Scheduler:
 
     def _ends_by(self, request: Request) -> None:
         """A request is outstanding from now on."""
-        if request.deadline < self._earliest:
-            self._earliest = request.deadline
-            self._due_by(self._earliest)
+        if self.deadlines.add(request):
+            self._due_by(request.deadline)
 
     def _outstanding(self) -> Iterator[Request]:
         yield from self.line

@@ -274,17 +274,15 @@ class Seats:
 
         What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
-        ended: dict[Request, bool] = {}
-        for seat in self._seats.values():
-            for job in list(seat.jobs.values()):
-                gone = [part for part in job.awaited if unfit(part.request)]
-                for part in gone:
-                    ended[part.request] = ended.get(part.request, False) or job.has_begun
-                if gone and not job.has_begun:
-                    self._recall(seat, job, [part.number for part in gone])
-        for request in ended:
-            request.ended = True
-        return list(ended.items())
+        return list(self._end(lambda job: [part for part in job.awaited if unfit(part.request)]).items())
+
+    def end_each(self, requests: Sequence[Request]) -> dict[Request, bool]:
+        """End what seats have of these requests, without a look at others; return them as `end` does."""
+
+        def gone(job: Job) -> list[Part]:
+            return [part for each in requests if (part := job.part_of(each)) is not None and part.is_awaited]
+
+        return self._end(gone)
 
     def recall(self, cut: Cut) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""
@@ -418,6 +416,20 @@ class Seats:
                 return math.inf
             at += self.times.expected(seat.device, job.form.kind, job.rows)
         return at
+
+    def _end(self, chosen: Callable[[Job], list[Part]]) -> dict[Request, bool]:
+        """End the requests of the parts that are chosen of each job; return whether a seat is running any of each."""
+        ended: dict[Request, bool] = {}
+        for seat in self._seats.values():
+            for job in list(seat.jobs.values()):
+                gone = chosen(job)
+                for part in gone:
+                    ended[part.request] = ended.get(part.request, False) or job.has_begun
+                if gone and not job.has_begun:
+                    self._recall(seat, job, [part.number for part in gone])
+        for request in ended:
+            request.ended = True
+        return ended
 
     def _recall(self, seat: Seat, job: Job, numbers: Sequence[int]) -> list[Part]:
         """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""

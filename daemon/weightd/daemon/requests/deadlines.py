@@ -1,0 +1,56 @@
+"""The deadlines of requests, the soonest first."""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from weightd.daemon.requests.request import Request
+
+# The heap is built anew if so many of its entries, and more than half of them, are of requests that have ended.
+_LEAST_ENDED = 64
+
+
+class Deadlines:
+    """Finds the requests whose deadlines have passed at a cost that grows with the logarithm of the number of requests.
+
+    The heap has the numbers of requests only: an entry that outlives its request does not keep that in memory.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        """Return how many entries the heap has, those of ended requests included."""
+        return len(self._heap)
+
+    def add(self, request: Request) -> bool:
+        """Watch a request, or one whose deadline is sooner now; return whether no other deadline is as soon."""
+        deadline, number, heap = request.deadline, request.number, self._heap
+        if deadline == math.inf:
+            return False
+        self._requests[number] = request
+        heapq.heappush(heap, (deadline, number))
+        if len(heap) > 2 * len(self._requests) + _LEAST_ENDED:
+            self._heap = [(each.deadline, each.number) for each in self._requests.values()]
+            heapq.heapify(self._heap)
+        return self._heap[0] == (deadline, number)
+
+    def remove(self, request: Request) -> None:
+        """Watch a request no more; it does not matter whether it was watched."""
+        self._requests.pop(request.number, None)
+
+    @property
+    def earliest(self) -> float:
+        """A time before which no deadline passes, in monotonic seconds."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def take_due(self, now: float, most: int) -> list[Request]:
+        """Return up to `most` requests whose deadlines have passed, and watch them no more."""
+        due: list[Request] = []
+        while self._heap and self._heap[0][0] <= now and len(due) < most:
+            request = self._requests.pop(heapq.heappop(self._heap)[1], None)
+            if request is not None:
+                due.append(request)
+        return due
