@@ -20,7 +20,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.long_jobs import ACTIVE_S
+from weightd.daemon.requests.long_jobs import ACTIVE_S, Durations
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
@@ -699,6 +699,23 @@ def test_requests_that_take_as_long_as_those_of_others_have_all_workers() -> Non
     had = world.run(SHARES_FOR_S)
     assert sum(had.values()) == pytest.approx(2 * SHARES_FOR_S, rel=0.01)
     assert error(had, {"a": 1.0, "b": 1.0}) < ERROR
+
+
+def test_the_expected_time_of_an_ordinary_request_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, a, b = World(), tenant("a"), tenant("b")
+    model = world.model("cpu")
+    for who in (a, b) * 2:
+        world.ask(model, who, 0.5)
+    world.run(10.0)
+    asked: list[str] = []
+
+    def expected(_: object, who: Tenant, nbytes: int) -> float:
+        asked.append(who.name)
+        return 0.0
+
+    monkeypatch.setattr(Durations, "expected", expected)
+    world.ask(model, a, 0.5)
+    assert asked == ["a"]
 
 
 def test_short_requests_pass_the_long_ones_of_their_own_tenant() -> None:

@@ -198,7 +198,7 @@ class Scheduler:
                 self._cut(request, seat.terms, form)
                 line.append(request)
                 continue
-            yield seat, self._give(seat, request, form, now)
+            yield seat, self._give(seat, request, form, now, is_long=self._is_long_in(queue, request, now))
         if late == MOST_ENDED:
             self._due_by(AT_ONCE)
 
@@ -344,7 +344,7 @@ class Scheduler:
         if line.shared:
             line.sort_out(lambda request: self._is_long(request, now))
         for queue, request in line.turns():
-            if line.shared and queue is not line.begun and not self._may_begin(request, now):
+            if line.shared and queue is not line.begun and not self._may_begin(queue, request, now):
                 continue
             seat = self.seats.freest(request, line.cuts.get(request.number), line.normal, now)
             if seat is not None and (seat.is_free or is_first):
@@ -366,7 +366,7 @@ class Scheduler:
                 cut = line.cuts.get(request.number)
                 if cut is not None and cut.terms != seat.terms:
                     continue
-                if seat.takes(request.company, now) and (cut is not None or self._may_begin(request, now)):
+                if seat.takes(request.company, now) and (cut is not None or self._may_begin(queue, request, now)):
                     return queue, request, seat
         return None
 
@@ -379,16 +379,21 @@ class Scheduler:
         form = terms.form(request.description)
         return form is None or not terms.cuts(form, request.origin.far)
 
+    def _is_long_in(self, queue: Queued, request: Request, now: float) -> bool:
+        """Return the same of the first request of a queue: `normal` has no long one there, see `Line.sort_out`."""
+        line = self.line
+        return line.shared and queue is not line.normal and self._is_long(request, now)
+
     def _bound(self, tenant: Tenant, now: float) -> float:
         return self.users.bound(tenant, self.clocks.max_job_s, now)
 
-    def _may_begin(self, request: Request, now: float) -> bool:
-        """Whether a request may have a free seat: one that is long leaves the last one to other tenants.
+    def _may_begin(self, queue: Queued, request: Request, now: float) -> bool:
+        """Whether the first request of a queue may have a free seat: a long one leaves the last one to other tenants.
 
         Where there is only one it may have that, and rests afterwards, so that its tenant gets no more than its share
         of the time even while nothing of the others waits.
         """
-        if not self._is_long(request, now):
+        if not self._is_long_in(queue, request, now):
             return True
         if self._count > 1:
             at = now if self.seats.spare(now, self.clocks.max_job_s) > 1 else math.inf
@@ -408,7 +413,7 @@ class Scheduler:
         if self._count == 1 and seconds > self.clocks.max_job_s:
             self.users.ran_long(tenant, seconds, now)
 
-    def _give(self, seat: Seat, request: Request, form: Form | None, now: float) -> Job:
+    def _give(self, seat: Seat, request: Request, form: Form | None, now: float, *, is_long: bool = False) -> Job:
         """Have the seat run a request of this form, as soon as it has nothing before it."""
         if form is None:
             number = request.number
@@ -419,7 +424,7 @@ class Scheduler:
         line.was_part = job.number >= FIRST_PART
         if line.shared:
             line.gave(request.tenant, part=line.was_part)
-            job.is_long = job.sole is request and self._is_long(request, now)
+            job.is_long = is_long and job.sole is request
             self._charge(seat, job)
         self.seats.give(seat, job, now)
         return job
