@@ -138,6 +138,24 @@ def test_as_many_go_as_come_at_once() -> None:
     assert len(world.crowd) == 2
 
 
+def test_many_peers_with_one_connection_each_push_out_nobody_who_asks_over_two() -> None:
+    world = World(64)
+    own = [world.comes(B) for _ in range(2)]
+    for number in range(300):
+        # One is between two requests, the other one has a request under way.
+        own[0].enter(Phase.ANSWER)
+        own[0].enter(Phase.IDLE)
+        own[1].enter(Phase.ANSWER)
+        other = world.comes(Peer(f"host 10.1.0.{number}"))
+        other.enter(Phase.HEADER if number % 2 else Phase.IDLE)
+    assert not any(map(gone, own))
+    # Nor where the others ask, too: then the new connection ends.
+    for each in [*world.crowd._all]:  # pyright: ignore[reportPrivateUsage]
+        each.enter(Phase.ANSWER)
+    assert gone(world.comes(Peer("host 10.2.0.1")))
+    assert not any(map(gone, own))
+
+
 def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
     world = World(3)
     quiet = world.comes(B)

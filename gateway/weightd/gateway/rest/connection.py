@@ -28,6 +28,9 @@ _OVERSLEPT_S = 0.5
 # Where there is no room for others, an answer has to be read within this.
 _SLOW_S = 1.0
 
+# The part of all connections that a peer keeps whatever other peers do.
+_RESERVED = 32
+
 _LATE = "the body of the request has not come in time (receive_timeout)"
 
 
@@ -65,23 +68,26 @@ class Crowd:
         return len(self._all)
 
     def comes(self, connection: Connection) -> None:
-        """Add a connection: where that is one too many, the peer that has the most loses one.
+        """Add a connection; where that is one too many, end one.
 
-        That is the one that has asked nothing for longest, or else the one that has not read an answer for longest, so
-        that such do not keep others out.
+        The peer that has the most loses one, if it has more than a thirty-second of all; otherwise peers are not
+        compared, so that many peers with one connection each push out nobody who has two. Of the connections in
+        question, that which has asked nothing for longest ends, or else that which has not read an answer for longest,
+        or else the new one.
         """
         self._all[connection] = self._idle[connection] = None
         self._of[connection.peer.key] += 1
         if len(self._all) > self._most:
-            (key, _), *_ = self._of.most_common(1)
+            key, count = max(self._of.items(), key=lambda each: each[1])
+            largest = key if count > max(1, self._most // _RESERVED) else None
             # Many may come before the loop tells of the one that goes.
-            going = next((each for each in self._idle if each.peer.key == key), connection)
+            going = next((each for each in self._idle if largest in (None, each.peer.key)), connection)
             if going is connection:
                 limit = self.clock() - _SLOW_S
                 reading = (
                     each
                     for each in self._all
-                    if each.phase is Phase.READING and each.since < limit and each.peer.key == key
+                    if each.phase is Phase.READING and each.since < limit and largest in (None, each.peer.key)
                 )
                 going = min(reading, key=lambda each: each.since, default=connection)
             self.goes(going)
