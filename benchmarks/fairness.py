@@ -71,6 +71,7 @@ LONG_ROWS = 1024
 LONG_PREDICT_ROWS = 8000
 MAX_ROWS = 16  # of a request of A's, where there are tenants
 CONNECTIONS = 3000
+MANY_USERS = 600
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
 SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
 SPARSE_KEPT = 50
@@ -425,6 +426,27 @@ def _connection_storm(plan: _Plan) -> Found:
         attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
         load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
         attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, question, load)
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+
+
+class _FewDescriptors(Service):
+    """A service with the limit of descriptors that a program has by default."""
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[str]:
+        return super()._popen(["prlimit", "--nofile=1024:1024", *command])
+
+
+def _many_users(plan: _Plan) -> Found:
+    """Many users of no tenant take all places for connections, each with one, and B asks over one and over another."""
+    question = _question(TINY, plan, TINY_WIDTH)
+    attacks: dict[str, Attack] = {}
+    with _stage(plan, {TINY: {}}, service=_FewDescriptors) as stage, User(0) as root, User(users.BOB) as other:
+        other.connect(f"unix://{stage.service.address}", timeout=60.0)
+        outside = dataclasses.replace(stage, a=root)
+        for name, scheme, suffix in (("Unix", "unix", ".unix"), ("ZeroMQ", "ipc", "")):
+            stage.b.connect(f"{scheme}://{stage.service.address}", timeout=60.0)
+            load = (loads.connect_as_many_users, [f"{stage.service.address}{suffix}"], MANY_USERS)
+            attacks[f"many users, {name}"] = _attack(plan, outside, question, load)
     return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
@@ -1019,6 +1041,7 @@ PARTS: Mapping[str, Part] = {
     "storms": _storms,
     "connections": _connections,
     "connection-storm": _connection_storm,
+    "many-users": _many_users,
     "gateway": _gateway,
     "descriptors": _descriptors,
     "kernel-buffers": _kernel_buffers,

@@ -46,6 +46,9 @@ WRONG = "WRONG"
 # Seconds that an answer of a gateway may take.
 _ASKED_S = 30.0
 
+# The first id of users with subordinate ids, as useradd gives them.
+_FIRST_SUBORDINATE = 100_000
+
 # Messages of a storm that are sent at once over a connection.
 _GUST = 16
 
@@ -284,6 +287,38 @@ def _family(address: Any) -> int:
     if isinstance(address, str):
         return socket.AF_UNIX
     return socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+
+
+def connect_as_many_users(hands: Hands, addresses: Sequence[str], count: int) -> Dict[str, int]:
+    """Hold so many connections to these Unix sockets, each of another user, and go on to replace the oldest.
+
+    Root does this in the place of a user with subordinate ids. Return how many connections were opened and failed.
+    """
+    _allow_descriptors(count + 100)
+    outcomes: Counter[str] = Counter()
+    held: Deque[socket.socket] = deque()
+    number = 0
+    while not hands.stopping.is_set():
+        os.seteuid(_FIRST_SUBORDINATE + number % 65536)
+        peer = socket.socket(socket.AF_UNIX)
+        peer.setblocking(False)
+        try:
+            peer.connect(addresses[number % len(addresses)])
+            held.append(peer)
+            outcomes["connected"] += 1
+        except OSError as error:
+            peer.close()
+            outcomes[type(error).__name__] += 1
+            time.sleep(0.0005)
+        os.seteuid(0)
+        number += 1
+        if len(held) > count:
+            held.popleft().close()
+        if number == count:
+            hands.tell("begun")
+    for each in held:
+        each.close()
+    return dict(outcomes)
 
 
 def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
