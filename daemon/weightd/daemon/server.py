@@ -75,7 +75,7 @@ from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import Scrapes
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.daemon.tenants.accounts import Accounts, Figures
-from weightd.daemon.tenants.directory import Directory
+from weightd.daemon.tenants.directory import Directory, members
 from weightd.daemon.tenants.tenant import EVERYONE, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
@@ -285,8 +285,13 @@ class Server:
         return Scrapes(listener, self._loop, page, is_loopback=is_loopback)
 
     def _lock(self, listener: str) -> Lock:
-        config = self._config.listeners[listener]
-        return Lock(config.secret, keys_of(config, self._config.tenants), config.max_connections)
+        config, tenants = self._config.listeners[listener], self._config.tenants
+        return Lock(
+            config.secret,
+            keys_of(config, tenants),
+            config.max_connections,
+            members(tenants, config.tenants) if tenants else None,
+        )
 
     def _adopt(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
         self._frontend.adopt(connection, foreign_identity(connection, listener, peer))
@@ -605,7 +610,7 @@ class Server:
         if (config.tenants, _admitted(config)) != (before.tenants, _admitted(before)):
             self._tenants.renew(config.tenants)
             self._access.admitted = _admitted(config)
-            self._gates.admit({name: self._lock(name).keys for name in config.listeners})
+            self._gates.admit({name: self._lock(name) for name in config.listeners})
             self._frontend.renew()
         self._look_soon()
         self._account(now)

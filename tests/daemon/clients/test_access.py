@@ -9,6 +9,7 @@ import pytest
 from weightd.daemon.clients.access import Access
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.config.tenants import RIGHTS, TenantConfig
+from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
 from weightd.daemon.tenants.directory import Directory, Proof
@@ -148,12 +149,12 @@ def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
     there.tenants.renew({"ann": ANN})
     for each in (ann, gateway):
         there.introduce(each)
-    assert (ann.user, gateway.user) == ("tenant ann", "uid 1002")
+    assert (ann.user, gateway.user) == ("tenant ann", NO_TENANT)
     assert everyone.quota.connections == before
     there.tenants.renew({"gateway": GATEWAY})
     for each in (ann, gateway):
         there.introduce(each)
-    assert (ann.user, gateway.user) == ("uid 1001", "tenant gateway")
+    assert (ann.user, gateway.user) == (NO_TENANT, "tenant gateway")
 
 
 def asked(there: Access, client: Connection, name: str | None = None) -> Request:
@@ -187,3 +188,26 @@ def test_what_a_reload_takes_away_is_what_waits_of_it(
     assert [may_not(each) for each in requests] == [own, others]
     gone = there.revoked(lambda _: None, before)
     assert [gone(each) for each in requests] == [True, True]
+
+
+def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
+    there = access(TABLES, {"lan": ("ann",)})
+
+    def owner(proof: Proof, far: str) -> str:
+        return there.owner(Identity(Origin("pid 7", far), is_near=True, proof=proof))
+
+    strangers = [Proof(uid) for uid in (100_000, 100_001, 65534)]
+    assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
+    assert {each.account for each in (*(comes(there, each) for each in strangers), comes(there, Proof()))} == {
+        NO_TENANT
+    }
+    # Nor is one a tenant at a listener that does not admit it.
+    assert comes(there, Proof(1002), "lan").account == NO_TENANT
+    assert comes(there, Proof(1002)).account == "gateway"
+    assert owner(Proof(1001), "uid 1001") == "uid 1001"
+    # A host may show a key later.
+    assert owner(Proof(), "host 192.0.2.1") == "host 192.0.2.1"
+    # Without tables, everyone is one account.
+    there = access({})
+    assert owner(strangers[0], "uid 100000") == "uid 100000"
+    assert comes(there, strangers[0]).account == comes(there, strangers[1]).account != NO_TENANT

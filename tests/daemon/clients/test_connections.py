@@ -51,6 +51,7 @@ class Hall:
         self.gone: list[Connection] = []
         self.calls = Calls(
             make_room=lambda key, nbytes: False,
+            owner=lambda identity: identity.origin.far,
             introduce=self._introduce,
             handle=lambda connection, message: self.messages.append((connection, message)),
             dismiss=lambda connection, error: self.broken.append(str(error)),
@@ -338,10 +339,10 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
 def test_a_gates_word_is_no_reason_to_obey() -> None:
     with socket.socket() as connection:
         number = connection.fileno()
-        near = foreign_identity(connection, "inside", PeerIdentity(0, 12, "", (7, 8)))
+        near = foreign_identity(connection, "inside", PeerIdentity(0, 12, "uid 0", (7, 8)))
         proof = Proof(0, (7, 8))
         assert near == Identity(Origin("process 12 of uid 0", "uid 0"), proof=proof, listener="inside")
-        far = foreign_identity(connection, "outside", PeerIdentity(None, None, "10.0.0.1", key="k"))
+        far = foreign_identity(connection, "outside", PeerIdentity(None, None, "host 10.0.0.1", key="k"))
         origin = Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
         assert far == Identity(origin, proof=Proof(key="k"), listener="outside")
 
@@ -474,14 +475,13 @@ def test_connections_beyond_the_limit_of_a_user_are_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
-    introduced: list[socket.socket] = []
+    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    introduced: list[Connection] = []
 
-    def identify(connection: socket.socket) -> Identity:
+    def introduce(connection: Connection) -> None:
         introduced.append(connection)
-        return unix_identity(connection)
 
-    monkeypatch.setattr(connections, "unix_identity", identify)
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, introduce=introduce))
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
     excess = [unix() for _ in range(20)]
@@ -507,6 +507,26 @@ def _has_answer(peer: socket.socket, answers: list[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
+    hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
+    owners = ["one", "other"]
+    monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, owner=lambda identity: owners[-1]))
+    for _ in range(3):
+        unix()
+    hall.until(lambda: len(hall.keys) == 3)
+    refused = unix()
+    refused.setblocking(False)
+    answers: list[bytes] = []
+    hall.until(lambda: _has_answer(refused, answers))
+    assert b"max_user_connections" in answers[0]
+    owners.pop()
+    unix()
+    hall.until(lambda: len(hall.keys) == 4)
+    assert [each.owner for each in hall.connections] == ["other"] * 3 + ["one"]
 
 
 def test_operators_connect_beyond_the_limit_of_a_user(hall: Hall, unix: Callable[[], socket.socket]) -> None:
@@ -545,7 +565,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
 def test_a_connection_counts_as_open_until_its_client_has_read_everything(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
     monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
     there = [unix() for _ in range(3)]
     hall.until(lambda: len(hall.keys) == 3)
@@ -573,7 +593,7 @@ def test_a_connection_counts_as_open_until_its_client_has_read_everything(
 def test_a_user_that_does_not_read_why_it_is_refused_is_not_told_without_end(
     hall: Hall, unix: Callable[[], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "is_operator", lambda uid: False)
+    monkeypatch.setattr("weightd.daemon.clients.connection.is_operator", lambda uid: False)
     monkeypatch.setattr(connections, "_MOST_REFUSED", 2)
     monkeypatch.setattr(departed, "_INTERVAL_S", 0.0)
     for _ in range(3):

@@ -216,6 +216,21 @@ def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world
     assert world.frontend.room.held == 0
 
 
+def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -> None:
+    client = world.client()
+    [connection] = world.frontend._connections  # pyright: ignore[reportPrivateUsage]
+    for count, name in enumerate(("answered", "refused", "wrong")):
+        world.ask(client, name)
+        world.until(lambda: len(world.model.waiting) == count + 1 or client.waits())  # noqa: B023
+    counts = [connection.requests]
+    world.frontend.answer(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
+    counts.append(connection.requests)
+    world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
+    counts.append(connection.requests)
+    assert counts == [2, 1, 0]
+    assert not connection.is_busy
+
+
 def test_what_has_ended_is_kept_no_more(world: World) -> None:
     client = world.client()
     world.ask(client, "answered")

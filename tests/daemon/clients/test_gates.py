@@ -29,6 +29,7 @@ from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.listening import listening
 from weightd.daemon.host.logs import client_of
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.membership import Members
 from weightd.protocol.framing import MAX_FRAMES
 from weightd.shared.stream import Stream
 
@@ -180,8 +181,9 @@ def test_messages_pass_as_they_are_and_who_says_them_is_told(
         large = os.urandom(5 * MIB)
         for frames in ([b"one"], [b"", b"", b""], [b"a", b"", large, b"", large[: 2 * MIB]], [b"x"] * MAX_FRAMES):
             assert ask(client, *frames) == frames
-        near = PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
-        expected = ("default", near) if kind == "ipc" else ("other", PeerIdentity(None, None, "127.0.0.1"))
+        user = f"uid {os.getuid()}"
+        near = PeerIdentity(os.getuid(), os.getpid(), user, (os.getgid(), *os.getgroups()))
+        expected = ("default", near) if kind == "ipc" else ("other", PeerIdentity(None, None, user))
         assert list(daemon.lanes.values()) == [expected]
 
 
@@ -209,7 +211,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     plain = connect()
     plain.send(b"hello")
     # A reload has another key in the place of the first; who is there, the daemon ends if it wants that.
-    daemon.gates.admit({"default": [other.decode()]})
+    daemon.gates.admit({"default": Lock(keys=[other.decode()])})
     stranger, monitor = come(one, its)
     assert monitor.poll(LIMIT_MS)
     welcome, _ = come(other, others)
@@ -224,6 +226,31 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     welcome, _ = come(other, others)
     assert ask(welcome, b"hello") == [b"hello"]
     assert {identity.key for _, identity in daemon.lanes.values()} >= {other.decode()}
+
+
+def test_whoever_has_shown_no_key_pushes_out_nobody_who_has(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
+) -> None:
+    (server, secret), (one, its) = (zmq.curve_keypair() for _ in range(2))
+    tables = [Members("one", keys=[one.decode()])]
+    daemon = serve(lock=Lock(secret.decode(), [one.decode()], 8, tables))
+    keys = {"CURVE_SERVERKEY": server, "CURVE_PUBLICKEY": one, "CURVE_SECRETKEY": its}
+    with contextlib.ExitStack() as stack:
+
+        def crowd() -> None:
+            for _ in range(20):
+                raw = stack.enter_context(socket.socket(socket.AF_UNIX))
+                raw.connect(address.removeprefix("ipc://"))
+                raw.sendall(GREETING[:20])
+
+        own = [connect(**keys) for _ in range(3)]
+        for _ in range(2):
+            assert [ask(each, b"hello") for each in own] == 3 * [[b"hello"]]
+            crowd()
+        own.append(connect(**keys))
+        assert [ask(each, b"hello") for each in own] == 4 * [[b"hello"]]
+        # A client whose connection ends connects again: these have not.
+        assert len(daemon.lanes) == 4
 
 
 def test_a_listener_takes_no_descriptors(serve: Callable[..., Daemon], address: str) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate.client import Client, DescriptorsError, buffer_bytes, host_of, prepare, user_of
+from weightd.daemon.gate.client import Client, DescriptorsError, buffer_bytes, prepare, user_of
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zmtp import Bounds, Connection, Null
 from weightd.daemon.host.closing import Closing
@@ -33,16 +33,16 @@ def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         made = Client(ours, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
-        assert made.identity() == PeerIdentity(os.getuid(), os.getpid(), "", (os.getgid(), *os.getgroups()))
+        assert made.identity() == PeerIdentity(
+            os.getuid(), os.getpid(), f"uid {os.getuid()}", (os.getgid(), *os.getgroups())
+        )
         assert user_of(ours, None) == (f"uid {os.getuid()}", True)
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
-def test_over_tcp_the_kernel_knows_the_host(host: str, family: int) -> None:
+def test_over_tcp_the_kernel_knows_the_user_on_this_host(host: str, family: int) -> None:
     ours, theirs = accepted(host, family)
     with ours, theirs, contextlib.closing(Peers()) as peers:
-        assert host_of(ours) == "127.0.0.1"
-        # Of this host it knows the user, too.
         assert user_of(ours, peers) == (f"uid {os.getuid()}", True)
 
 

@@ -22,7 +22,10 @@ from weightd.daemon.gate import link
 from weightd.daemon.gate.client import Client
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Met, Said, Terms
+from weightd.daemon.host.credentials import Credentials
+from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.listening import listening
+from weightd.daemon.host.membership import Members
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import MAX_FRAMES
@@ -154,7 +157,13 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     # The tests' own user is limited like any other.
     monkeypatch.setattr(clients, "_OPERATORS", ())
 
-    def started(max_memory_bytes: int = 64 * MIB, most: int = 0, rate: float = 0.0, max_connections: int = 0) -> Scene:
+    def started(
+        max_memory_bytes: int = 64 * MIB,
+        most: int = 0,
+        rate: float = 0.0,
+        max_connections: int = 0,
+        tenants: Sequence[Members] | None = None,
+    ) -> Scene:
         ours, its = socket.socketpair()
         listener = stack.enter_context(listening(f"ipc://{tmp_path}/s"))
         terms = Terms(
@@ -167,6 +176,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             rate,
             "",
             None,
+            tenants,
             link.error_start(bytes(NO_TEXT)),
         )
         gate = Gate(listener, Stream(its), terms)
@@ -236,10 +246,96 @@ def test_a_listener_may_have_a_limit_of_its_own(start: Start) -> None:
     silent, (speaks, _) = scene.connect(), scene.met()
     _, lane = scene.met()
     assert silent.rest() == b""
-    assert scene.daemon.told("2 clients are connected, and most of them are this user's")
+    assert scene.daemon.told("expected at most 2 connections (max_connections), got 3, of which uid")
     speaks.send(message([b"again"]))
     assert received(scene.daemon.lanes[0]) == [[b"again"]]
     assert lane is scene.daemon.lanes[1]
+
+
+def passes(peer: Peer, lane: Stream) -> bool:
+    """Whether the gate still passes on what a client sends."""
+    peer.send(message([b"again"]))
+    return received(lane) == [[b"again"]]
+
+
+@pytest.fixture
+def uid(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The user id that the kernel names for the next connections, in a list."""
+    current = [1]
+    monkeypatch.setattr(clients, "credentials", lambda _: Credentials(1, current[0], current[0]))
+    monkeypatch.setattr(clients, "groups", lambda _: ())
+    return current
+
+
+# In the last case, 5 belongs to a tenant for which the listener is not.
+@pytest.mark.parametrize("first", [100_000, 5])
+def test_users_without_a_tenant_push_out_no_tenant_however_many_they_are(
+    start: Start, uid: list[int], first: int
+) -> None:
+    tables = [Members("b", [2]), Members(NO_TENANT, [5])]
+    scene = start(max_connections=8, most=3, tenants=tables)
+    uid[0] = 2
+    own = [scene.met() for _ in range(2)]
+    for number in range(20):
+        uid[0] = first + number * (first != 5)
+        # The gate greets each before it looks for those that are too many.
+        assert is_let_in(scene.raw(GREETING))
+    assert scene.daemon.told("expected at most 2 of users without a tenant, a part of 8 (max_connections), got 3")
+    # They are one user.
+    until(lambda: {*scene.gate._users} == {"uid 2", NO_TENANT}, "they are one user")
+    until(lambda: len(scene.gate._users[NO_TENANT].clients) == 2, "they have a quarter")
+    uid[0] = 2
+    own.append(scene.met())
+    assert all(passes(*each) for each in own)
+
+
+def test_tenants_that_a_reload_adds_count_from_then_on(start: Start, uid: list[int]) -> None:
+    scene = start(max_connections=4, tenants=[Members("a", [1])])
+    uid[0] = 2
+    early = scene.met()
+    scene.daemon.link.send([link.admits(None, [Members("a", [1]), Members("b", [2])])])
+    until(lambda: [*scene.gate._crowd._accounts] == ["b"], "the gate knows the tenant")
+    uid[0] = 1
+    for _ in range(5):
+        scene.connect()
+    assert passes(*early)
+
+
+def test_many_users_with_one_connection_each_push_out_nobody_who_is_connected(start: Start, uid: list[int]) -> None:
+    scene = start(max_connections=8)
+    uid[0] = 2
+    own = [scene.met()]
+    for number in range(20):
+        uid[0] = 100_000 + number
+        scene.connect()
+    assert passes(*own[0])
+    # Where all have spoken, the new connection is refused.
+    uid[0] = 200_000
+    for _ in range(7):
+        uid[0] += 1
+        own.append(scene.met())
+    uid[0] += 1
+    assert is_hung_up(scene.raw(GREETING))
+    assert all(passes(*each) for each in own)
+
+
+def test_of_a_users_connections_that_without_a_request_under_way_ends(start: Start, uid: list[int]) -> None:
+    scene = start(max_connections=2)
+    idle, asks = (scene.met() for _ in range(2))
+    idle[1].send([b"answer"])
+    asks[1].send([b"answer"])
+    for peer, _ in (idle, asks):
+        peer.read(len(message([b"answer"])))
+    asks[0].send(message([b"again"]))
+    assert received(asks[1]) == [[b"again"]]
+    until(
+        lambda: [each.is_busy for user in scene.gate._users.values() for each in user.clients].count(True) == 1,
+        "it asks",
+    )
+    uid[0] = 2
+    scene.met()
+    assert idle[0].rest() == b""
+    assert passes(*asks)
 
 
 def test_lines_of_the_log_about_one_user_are_few(start: Start) -> None:
@@ -595,6 +691,6 @@ def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, se
         each.close()
     gate = scene.gate
     until(lambda: not (gate._users or gate._leaving), "nobody is there")
-    assert (gate._kept, gate._met, gate._handshakes, gate._crowd._users) == (0, 0, {}, {})
+    assert (gate._kept, gate._met, gate._handshakes, len(gate._crowd)) == (0, 0, {}, 0)
     assert not gate._turns
     assert not gate._admission._open

@@ -13,11 +13,11 @@ import pytest
 from testkit.lingering import lingering
 from weightd.daemon.host.listening import listening, listens_on_loopback
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.scrapes import scrapes
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import MOST_CONNECTIONS, MOST_S, Scrapes
 from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
+from weightd.shared.peers import Peer, Peers
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIMIT_S = 30.0
@@ -216,9 +216,9 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(world: World, before: by
 
 
 def test_a_user_with_many_connections_has_its_own_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrapes, "_user_of", lambda connection: "modest")
+    monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("modest"))
     slow = world.peer(b"GET /metrics")
-    monkeypatch.setattr(scrapes, "_user_of", lambda connection: "greedy")
+    monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("greedy"))
     greedy = [world.peer(b"GET") for _ in range(MOST_CONNECTIONS + 3)]
     assert [each.recv(1) for each in greedy[:4]] == 4 * [b""]
     assert len(world.scrapes) == MOST_CONNECTIONS

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.config.tenants import EVERY_MODEL, INFER, OPERATE, STATUS
+from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
 from weightd.daemon.tenants.directory import Directory
@@ -48,13 +49,13 @@ class Access:
         identity = connection.identity
         tenant = self.tenants.of(identity.proof)
         admitted = self.admitted.get(identity.listener, ())
-        connection.tenant, connection.origin = None, identity.origin
+        connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
         if tenant is None:
             connection.refusal = Unauthenticated(_stranger(identity))
         elif admitted and tenant.name not in admitted:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
-            connection.tenant = tenant
+            connection.tenant, connection.origin = tenant, identity.origin
             if self.tenants.tells_apart:
                 connection.origin = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
             try:
@@ -62,6 +63,14 @@ class Access:
             except QuotaExceeded as error:
                 return error
         return None
+
+    def owner(self, identity: Identity) -> str:
+        """Return whose limits hold for a new connection before its tenant is known: its user's or host's.
+
+        All users of this host that belong to no tenant are one owner.
+        """
+        is_stranger = identity.proof.uid is not None and self.tenants.of(identity.proof) is None
+        return NO_TENANT if is_stranger else identity.origin.far
 
     def leaves(self, connection: Connection) -> None:
         """A client has gone, or is about to be somebody else."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.credentials import credentials, groups
+from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
 from weightd.daemon.tenants.tenant import Tenant
@@ -59,9 +60,8 @@ def is_operator(uid: int) -> bool:
 
 def foreign_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
     """Return who is behind the gate of a listener, by the gate's word."""
-    user = user_of(peer.uid) if peer.uid is not None else f"host {peer.host}"
     return Identity(
-        _origin(user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.key), listener=listener
+        _origin(peer.user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.key), listener=listener
     )
 
 
@@ -81,7 +81,9 @@ class Connection:
         refusal: with what.
         origin: on whose account its requests go.
         since: when it came, in monotonic seconds.
+        owner: whose limits hold for the connection before a tenant is known: the user or host, or `NO_TENANT`.
         has_spoken: whether a whole message of it has come.
+        requests: those that are under way.
         leaving: it was hung up, and is on its way out.
         arriving: bytes of the message that is coming, as they are counted in the room.
         unread: bytes that it has not read, likewise.
@@ -99,7 +101,9 @@ class Connection:
         "key",
         "leaving",
         "origin",
+        "owner",
         "refusal",
+        "requests",
         "since",
         "stream",
         "tenant",
@@ -107,15 +111,17 @@ class Connection:
         "waits",
     )
 
-    def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float) -> None:
+    def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float, owner: str = "") -> None:
         self.key = key
         self.stream = stream
         self.identity = identity
         self.since = since
+        self.owner = owner or identity.origin.far
         self.tenant: Tenant | None = None
         self.refusal: RequestError = Unauthenticated("nobody knows who this is")
         self.origin = identity.origin
         self.has_spoken = False
+        self.requests = 0
         self.leaving = False
         self.arriving = 0
         self.waits = False
@@ -124,9 +130,14 @@ class Connection:
         self.drops = False
 
     @property
-    def owner(self) -> str:
-        """The user or host that has connected, whatever its tenant: limits that hold before a tenant is known."""
-        return self.identity.origin.far
+    def account(self) -> str:
+        """The tenant to which the connection counts, `NO_TENANT` where each of its messages is refused."""
+        return NO_TENANT if self.tenant is None else self.tenant.name
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request of it is under way."""
+        return self.requests > 0
 
     @property
     def user(self) -> str:

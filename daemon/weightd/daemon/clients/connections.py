@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightd.daemon.clients.connection import Connection, Identity, is_operator, unix_identity, user_of
+from weightd.daemon.clients.connection import Connection, Identity, unix_identity
 from weightd.daemon.clients.crowd import Doorkeeper
 from weightd.daemon.clients.departed import Departed
 from weightd.daemon.clients.lanes import Lanes
@@ -23,7 +23,6 @@ from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import MAX_WAITING, Closing, brings_descriptors
-from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
@@ -75,6 +74,7 @@ class Calls:
 
     Attributes:
         make_room: with a client and the bytes that it wants kept; returns whether there is room.
+        owner: with who has come; returns whose limits hold for the connection.
         introduce: with who has come: says on whose account it goes, and returns why it is hung up at once.
         handle: with each message, also with those of which not everything was kept.
         dismiss: with who is hung up because of an error, before that.
@@ -82,6 +82,7 @@ class Calls:
     """
 
     make_room: Callable[[bytes, int], bool]
+    owner: Callable[[Identity], str]
     introduce: Callable[[Connection], RequestError | None]
     handle: Callable[[Connection, Message], object]
     dismiss: Callable[[Connection, RequestError], object]
@@ -145,20 +146,19 @@ class Connections:
 
     def _let_in(self, connection: socket.socket) -> bool:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
-        uid = credentials(connection).uid
-        now = clock.now()
-        why = None if is_operator(uid) else self._admission.refusal(user_of(uid), now)
+        identity = unix_identity(connection)
+        owner = self._calls.owner(identity)
+        why = None if identity.proof.operates else self._admission.refusal(owner, clock.now())
         if why is None:
-            self.adopt(connection, unix_identity(connection))
+            self.adopt(connection, identity)
             return True
-        owner = user_of(uid)
         if self._departed.of(owner) < _MOST_REFUSED:
             # The kernel keeps the text until the client reads it.
             with contextlib.suppress(OSError):
                 connection.setblocking(False)
                 connection.send(_refused(why))
         self._departed.end(owner, connection, lambda: None)
-        self.log.log(_log, logging.WARNING, owner, "new connection of %s refused: %s", owner, why)
+        self.log.log(_log, logging.WARNING, owner, "new connection of %s refused: %s", identity.origin.far, why)
         return False
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
@@ -167,13 +167,13 @@ class Connections:
         longest = min(self._room.most, limits.MAX_FRAME_BYTES)
         incoming = Incoming(max_frame_bytes=longest, admit=functools.partial(self._admit, key), most=_MOST_HANDLED)
         stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
-        found = self._by_key[key] = Connection(key, stream, identity, clock.now())
+        found = self._by_key[key] = Connection(key, stream, identity, clock.now(), self._calls.owner(identity))
         if identity.is_near and self._admission.enters(found.owner) > _MOST_ROOMY:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BYTES)
         excess = self._calls.introduce(found)
         self._loop.add(stream.fileno(), functools.partial(self._receive, found))
         for each in self._doorkeeper.came(found, len(self._by_key)):
-            self.hang_up(each, "too many are connected, and most of them are this user's")
+            self.hang_up(each.guest, each.why)
         if excess is not None and not found.leaving:
             self._calls.dismiss(found, excess)
             self.hang_up(found, str(excess))

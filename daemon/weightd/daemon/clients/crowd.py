@@ -1,7 +1,6 @@
 """How many clients may be connected, and who has to go when it is more.
 
-Children, logs and stores need descriptors, too. So when too many are connected some are hung up: those of the user who
-has the most.
+Children, logs and stores need descriptors, too. So when too many are connected some are hung up, see `Crowd`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from weightd.daemon.clients.connection import Connection
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.crowding import REOPEN, Crowd, for_clients
+from weightd.daemon.host.crowding import REOPEN, Crowd, Excess, for_clients
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -35,23 +34,21 @@ class Doorkeeper:
         self._staying: Crowd[Connection] = Crowd()
         self._is_full = False
 
-    def came(self, connection: Connection, count: int) -> Sequence[Connection]:
+    def came(self, connection: Connection, count: int) -> Sequence[Excess[Connection]]:
         """Somebody has come, and so many are there, with those that leave: return who has to go."""
-        self._staying.add(connection)
+        self._staying.add(connection, connection.owner, connection.account)
         most = for_clients()
-        if count <= most:
-            return ()
-        if not self._is_full:
+        if count > most and not self._is_full:
             self._is_full = True
-            text = "%d clients are connected: some of the user who has the most are turned away"
-            self._log.log(_log, logging.ERROR, "", text, most)
-        return self._staying.reduce(most)
+            text = "expected at most %d connections of clients (LimitNOFILE), got %d: some of them are hung up"
+            self._log.log(_log, logging.ERROR, "", text, most, count)
+        return self._staying.reduce(most, "LimitNOFILE")
 
     def renew(self, connections: Iterable[Connection]) -> None:
         """Their accounts are others: all that stay, the oldest first."""
         self._staying = Crowd()
         for each in connections:
-            self._staying.add(each)
+            self._staying.add(each, each.owner, each.account)
 
     def leaves(self, connection: Connection) -> None:
         """Somebody is hung up, or has gone."""

@@ -162,7 +162,9 @@ class Frontend:
         self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(clock.now()))
         self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
         self._upkeep = Upkeep(self.room)
-        calls = Calls(self._make_room, self._access.introduce, self._on_message, self._dismiss, self._on_gone)
+        calls = Calls(
+            self._make_room, self._access.owner, self._access.introduce, self._on_message, self._dismiss, self._on_gone
+        )
         self._connections = Connections(loop, self.room, Admission(user_limits), calls, log)
         self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
         self._refusals = audit.Refusals()
@@ -238,6 +240,9 @@ class Frontend:
 
     def _ends(self, request: Request) -> None:
         request.tenant.quota.ends(request.nbytes, begun=request.begun)
+        connection = self._connections.get(request.client)
+        if connection is not None:
+            connection.requests -= 1
         self.room.give(request.client, request.kept_bytes)
 
     def gathered(self, request: Request, nbytes: int) -> None:
@@ -398,6 +403,7 @@ class Frontend:
         kept_bytes = request.kept_bytes
         self._take(client, kept_bytes)
         tenant.quota.accepts(nbytes)
+        connection.requests += 1
         try:
             model.infer(request, now)
         except RequestError:

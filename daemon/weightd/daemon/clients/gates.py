@@ -23,6 +23,7 @@ from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.listening import addresses
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.membership import Members
 from weightd.daemon.host.shortage import explained
 from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
@@ -96,6 +97,7 @@ class Lock(NamedTuple):
     secret: str = ""
     keys: Sequence[str] | None = None
     max_connections: int = 0
+    tenants: Sequence[Members] | None = None
 
 
 class Bounds(NamedTuple):
@@ -163,14 +165,15 @@ class Gates:
         zygote = [] if self._zygote is None else [self._zygote.pid]
         return [*zygote, *(each.pid for each in self.gates if each.pid)]
 
-    def admit(self, keys: Mapping[str, Sequence[str] | None]) -> None:
-        """From now on clients with these keys are let in, by the names of listeners; None for any."""
+    def admit(self, locks: Mapping[str, Lock]) -> None:
+        """Have gates use new keys and tenants, by the names of listeners."""
         for post in self._posts:
-            post.terms = post.terms._replace(keys=keys[post.gate.name])
+            lock = locks[post.gate.name]
+            post.terms = post.terms._replace(keys=lock.keys, tenants=lock.tenants)
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
-                    post.stream.send([link.admits(post.terms.keys)])
+                    post.stream.send([link.admits(post.terms.keys, post.terms.tenants)])
 
     def close(self) -> None:
         """Have all end, once they have passed on what was said to them; wait for that some seconds."""
@@ -330,5 +333,6 @@ def _terms(name: str, address: str, bounds: Bounds, lock: Lock) -> Terms:
         max_user_connection_rate=user_limits.rate,
         secret=lock.secret,
         keys=lock.keys,
+        tenants=lock.tenants,
         error=link.error_start(bytes(error)),
     )

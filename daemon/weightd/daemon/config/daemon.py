@@ -52,8 +52,8 @@ class DaemonConfig:
 
     max_user_connections: int = field(default=1024, metadata=integer(0, 2**31))
     """Connections that one user may have open to the Unix socket, and one user or host to each listener. Those to the
-    Unix socket that have ended count until the client has read everything. Root and the user that weightd runs as have
-    no such limit. 0: no limit."""
+    Unix socket that have ended count until the client has read everything. With tables [tenants], all users of this
+    host without a tenant are one user. Root and the user that weightd runs as have no such limit. 0: no limit."""
 
     max_user_connection_rate: float = field(default=256.0, metadata=number(1e6))
     """New connections a second of one user or host, likewise. A user that opened none for a while may open as many at

@@ -17,6 +17,7 @@ from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
     from weightd.daemon.host.closing import Closing
+    from weightd.daemon.host.membership import Membership
     from weightd.shared.peers import Peers
 
 # What is read at once, unless a large frame is under way.
@@ -114,6 +115,7 @@ class Client:
         sealing: bytes of the answers that are being encrypted.
         nbytes: that are kept here for it, as they were counted last.
         has_spoken: whether a message of it has come.
+        requests: messages that were passed on to the daemon, less those that came back.
         is_closed: whether it has gone.
     """
 
@@ -127,6 +129,7 @@ class Client:
         "near",
         "outgoing",
         "protocol",
+        "requests",
         "sealing",
         "since",
         "stream",
@@ -151,7 +154,7 @@ class Client:
         self.far: Side | None = None
         self.stream: Stream | None = None
         self.outgoing = Outgoing()
-        self.sealing = self.nbytes = 0
+        self.sealing = self.nbytes = self.requests = 0
         self.has_spoken = self.is_closed = False
 
     def identity(self) -> PeerIdentity:
@@ -163,8 +166,13 @@ class Client:
         key = self.protocol.mechanism.key
         if self.connection.family == socket.AF_UNIX:
             pid, uid, gid = credentials(self.connection)
-            return PeerIdentity(uid, pid, "", (gid, *groups(self.connection)), key)
-        return PeerIdentity(None, None, host_of(self.connection), (), key)
+            return PeerIdentity(uid, pid, f"uid {uid}", (gid, *groups(self.connection)), key)
+        return PeerIdentity(None, None, self.user, (), key)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the daemon has yet to answer some of what the client has sent, as far as a gate can tell."""
+        return self.requests > 0
 
     def receive(self) -> list[zmtp.Message]:
         """Read once; return the messages that have come whole with that.
@@ -271,16 +279,6 @@ class Client:
         self.stream = self.far = None
 
 
-def host_of(connection: socket.socket) -> str:
-    """Return the host at the other end of a TCP connection.
-
-    Raises:
-        OSError: it has gone.
-    """
-    # A socket that takes both writes addresses of version 4 so.
-    return str(connection.getpeername()[0]).removeprefix("::ffff:")
-
-
 def user_of(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
     """Return on whose account a new connection goes, and whether that is an operator.
 
@@ -298,6 +296,23 @@ def user_of(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
     if not peer.is_known:
         raise OSError("it has gone")
     return peer.key, peer.is_operator
+
+
+def tenant_of(connection: socket.socket, key: str, membership: Membership) -> str | None:
+    """Return the name of the tenant of a connection, None if it belongs to none.
+
+    Args:
+        connection: to the client.
+        key: the public key that the client has shown; "" before that, or for none.
+        membership: who belongs to which tenant.
+
+    Raises:
+        OSError: it has gone.
+    """
+    if connection.family != socket.AF_UNIX:
+        return membership.of(None, (), key)
+    _, uid, gid = credentials(connection)
+    return membership.of(uid, (gid, *groups(connection)), key)
 
 
 def buffer_bytes(count: int) -> int:

@@ -21,8 +21,9 @@ from weightd.daemon.gate.turns import Turns
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission, Limits
-from weightd.daemon.host.crowding import Crowd, for_clients
+from weightd.daemon.host.crowding import EVERYONE, NO_TENANT, Crowd, for_clients
 from weightd.daemon.host.loop import Loop
+from weightd.daemon.host.membership import Members, Membership
 from weightd.daemon.host.timers import Timer
 from weightd.protocol.framing import Incoming
 from weightd.protocol.limits import MAX_FRAME_BYTES
@@ -116,6 +117,7 @@ class Gate:
         self._mechanism = self._mechanisms()
         self._admission = Admission(Limits(terms.max_user_connections, terms.max_user_connection_rate))
         self._peers = _peers() if listener.family != socket.AF_UNIX else None
+        self._membership = _membership(terms.tenants)
         self._crowd: Crowd[Client] = Crowd()
         self._users: dict[str, User] = {}
         self._kept = 0
@@ -162,7 +164,7 @@ class Gate:
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
-                name, is_operator = clients.user_of(connection, self._peers)
+                name, is_operator = self._user_of(connection)
             except OSError:
                 return True  # it has gone
             now = clock.now()
@@ -189,14 +191,47 @@ class Gate:
         user.clients.add(client)
         user.handshakes[client] = self._handshakes[client] = None
         self._admission.enters(client.user)
-        self._crowd.add(client)
+        self._crowd.add(client, client.user, self._account_of(client))
         self._loop.add(client.near.descriptor, functools.partial(self._on_ready, client.near))
         self._handshake_timer.due_by(now + HANDSHAKE_S)
         if len(user.handshakes) > MAX_HANDSHAKES:
             self._hang_up(next(iter(user.handshakes)), f"its user has more than {MAX_HANDSHAKES} handshakes under way")
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Hang up the connections that are too many."""
         most = max_connections(self._terms.max_connections)
-        for each in self._crowd.reduce(most):
-            self._hang_up(each, f"{most} clients are connected, and most of them are this user's")
+        key = "max_connections" if most == self._terms.max_connections else "LimitNOFILE"
+        for each in self._crowd.reduce(most, key):
+            self._hang_up(each.guest, each.why)
+
+    def _user_of(self, connection: socket.socket) -> tuple[str, bool]:
+        """Return the user of a new connection, and whether it is an operator.
+
+        All users of a Unix socket that belong to no tenant are one user. Over TCP a key may still show the tenant.
+
+        Raises:
+            OSError: it has gone.
+        """
+        user, is_operator = clients.user_of(connection, self._peers)
+        if self._membership is None or self._peers is not None or is_operator:
+            return user, is_operator
+        is_known = clients.tenant_of(connection, "", self._membership) not in (None, NO_TENANT)
+        return user if is_known else NO_TENANT, False
+
+    def _account_of(self, client: Client) -> str:
+        if self._membership is None:
+            return EVERYONE
+        with contextlib.suppress(OSError):  # it has gone
+            return clients.tenant_of(client.connection, client.protocol.mechanism.key, self._membership) or NO_TENANT
+        return NO_TENANT
+
+    def _renew_accounts(self) -> None:
+        self._crowd = Crowd()
+        everyone = [client for user in self._users.values() for client in user.clients]
+        for each in sorted(everyone, key=lambda client: client.since):
+            self._crowd.add(each, each.user, self._account_of(each))
+        self._reduce()
 
     def _end_handshakes(self, now: float) -> None:
         while self._handshakes:
@@ -300,7 +335,9 @@ class Gate:
                 self._answer(client, replies)
             if protocol.is_ready and not client.is_closed:
                 self._end_handshake(client)
+                self._show_key(client)
         if messages and not client.is_closed:
+            client.requests += len(messages)
             self._pass_on(client, messages)
         if protocol.pong is not None and not client.is_closed:
             self._pong(client, protocol.pong)
@@ -405,6 +442,7 @@ class Gate:
         except (MemoryError, OSError):
             self._hang_up(client, "there is no memory for its answer")
             return True
+        client.requests = max(0, client.requests - len(messages))
         mechanism = client.protocol.mechanism
         sealed = mechanism.overhead and sum(sum(message.lengths) for message in messages)
         if sealed and sealed >= zmtp.SEPARATE_BYTES and client.far is not None:
@@ -532,6 +570,13 @@ class Gate:
         self._handshakes.pop(client, None)
         self._users[client.user].handshakes.pop(client, None)
 
+    def _show_key(self, client: Client) -> None:
+        """A client has shown its key: from now on it counts as its tenant's."""
+        if client.protocol.mechanism.key and self._membership is not None:
+            self._crowd.remove(client)
+            self._crowd.add(client, client.user, self._account_of(client))
+            self._reduce()
+
     # --- memory -------------------------------------------------------------------------------------------------
 
     def _count(self, client: Client) -> None:
@@ -589,7 +634,9 @@ class Gate:
     def _on_link(self) -> None:
         try:
             for message in self._link.receive():
-                self._keys = _known(link.of_gates_daemon(message.frames[0]))
+                keys, tenants = link.of_gates_daemon(message.frames[0])
+                self._keys, self._membership = _known(keys), _membership(tenants)
+                self._renew_accounts()
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
             self._loop.remove(self._link.fileno())
@@ -615,6 +662,10 @@ class _Any:
 
 def _known(keys: Sequence[str] | None) -> frozenset[str] | _Any:
     return _Any() if keys is None else frozenset(keys)
+
+
+def _membership(tenants: Sequence[Members] | None) -> Membership | None:
+    return None if tenants is None else Membership(tenants)
 
 
 def _pieces(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 daemon to zygote   Terms.frames, with the gate's end of its link and its listening socket: make a gate
 zygote to daemon   News: a gate's pid, and once it has ended how
-daemon to gate     the keys of CURVE that are let in from now on
+daemon to gate     the keys of CURVE that are let in from now on, and who belongs to which tenant
 gate to daemon     Met, with the end of a pair of sockets: somebody new, who speaks over that;
 how many are left, once somebody has gone; Said, for the log
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from weightd.daemon.host.membership import Members
 
 # As in `logging`, which a gate does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40
@@ -33,6 +35,7 @@ class Terms(NamedTuple):
         max_user_connection_rate: new ones a second, likewise.
         secret: its key of CURVE in Z85; "" where clients speak without.
         keys: those of clients that are let in, with CURVE; None for any.
+        tenants: who belongs to which tenant, see `Members`; None where there are no tables.
         error: the beginning of the message to a client that breaks the protocol, see `error_frame`.
     """
 
@@ -45,6 +48,7 @@ class Terms(NamedTuple):
     max_user_connection_rate: float
     secret: str
     keys: Sequence[str] | None
+    tenants: Sequence[Members] | None
     error: bytes
 
     def frames(self, number: int) -> list[bytes]:
@@ -57,19 +61,19 @@ class Terms(NamedTuple):
 
 
 class PeerIdentity(NamedTuple):
-    """Who a peer is, as the kernel knows it: over a unix socket user, groups and process, over TCP the host.
+    """Who a peer is, as the kernel knows it: over a unix socket user, groups and process, over TCP the user or host.
 
     Attributes:
         uid: None over TCP.
         pid: None there, too; 0 in another pid namespace.
-        host: "" over a unix socket.
+        user: the key of the user or host by which limits hold, see `Peer`.
         gids: its groups, its own first; none over TCP.
         key: the public key that it has proven to have, in Z85; "" where it was not asked.
     """
 
     uid: int | None
     pid: int | None
-    host: str
+    user: str
     gids: tuple[int, ...] = ()
     key: str = ""
 
@@ -108,9 +112,13 @@ class News(NamedTuple):
 
 def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:
     """Return what `Terms.frames` has written."""
-    number, *terms = json.loads(frames[0])
-    values: list[Any] = [*terms, bytes(frames[1])]
+    number, *terms, tenants = json.loads(frames[0])
+    values: list[Any] = [*terms, _members(tenants), bytes(frames[1])]
     return number, Terms(*values)
+
+
+def _members(rows: Sequence[Any] | None) -> list[Members] | None:
+    return None if rows is None else [Members(*each) for each in rows]
 
 
 def error_start(message: bytes) -> bytes:
@@ -124,15 +132,15 @@ def error_frame(start: bytes, text: str) -> bytes:
     return start + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
-def admits(keys: Sequence[str] | None) -> bytes:
-    """Return the word to a gate that from now on these are let in, see `Terms`; to be read by `of_gates_daemon`."""
-    return json.dumps([keys]).encode()
+def admits(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
+    """Return the message to a gate with new keys and tenants, see `Terms`; `of_gates_daemon` reads it."""
+    return json.dumps([keys, tenants]).encode()
 
 
-def of_gates_daemon(frame: Any) -> Sequence[str] | None:
+def of_gates_daemon(frame: Any) -> tuple[Sequence[str] | None, Sequence[Members] | None]:
     """Return what `admits` has written."""
-    [keys] = json.loads(bytes(frame))
-    return None if keys is None else [*keys]
+    keys, tenants = json.loads(bytes(frame))
+    return None if keys is None else [*keys], _members(tenants)
 
 
 def of_zygote(frame: Any) -> News:
@@ -162,5 +170,5 @@ def of_gate(frame: Any) -> Met | Said | int:
         return int(first)
     if len(rest) == 1:
         return Said(first, *rest)
-    uid, pid, host, gids, key = rest
-    return Met(first, PeerIdentity(uid, pid, host, tuple(gids), key))
+    uid, pid, user, gids, key = rest
+    return Met(first, PeerIdentity(uid, pid, user, tuple(gids), key))

@@ -10,19 +10,18 @@ from collections.abc import Callable
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.closing import Closing, DescriptorsError, receive
-from weightd.daemon.host.credentials import credentials
 from weightd.daemon.host.crowding import Crowd
 from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.scrapes.http import Head, head_of, refusal
 from weightd.daemon.scrapes.page import Page
+from weightd.shared.peers import Peers
 
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
 MOST_S = 10.0
 
-# At once: a monitoring system has two, and somebody looks with a browser. Past it one of the user or host goes that has
-# the most, see `Crowd`.
+# At once: a monitoring system has two, and somebody looks with a browser. Beyond it one ends, see `Crowd`.
 MOST_CONNECTIONS = 32
 
 # With one wake-up: who comes in crowds has the loop no longer than one who asks a model.
@@ -38,7 +37,7 @@ class _Peer:
 
     Attributes:
         connection: does not block.
-        user: the user at the other end, or over TCP the host.
+        user: the user or host at the other end, see `Peers`.
         since: when it has connected.
         until: when it ends, whatever has become of it.
         head: of its request.
@@ -46,9 +45,9 @@ class _Peer:
         unsent: what has not been sent of the answer.
     """
 
-    def __init__(self, connection: socket.socket, since: float) -> None:
+    def __init__(self, connection: socket.socket, user: str, since: float) -> None:
         self.connection = connection
-        self.user = _user_of(connection)
+        self.user = user
         self.since = since
         self.until = since + MOST_S
         self.head = Head()
@@ -58,6 +57,11 @@ class _Peer:
     @property
     def has_spoken(self) -> bool:
         """Whether its request is whole."""
+        return self.is_heard
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is being answered."""
         return self.is_heard
 
 
@@ -91,6 +95,7 @@ class Scrapes:
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
         self._crowd = Crowd[_Peer]()
+        self._users = Peers()
         self._closing = Closing(warn_of_shortage)
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
@@ -103,16 +108,17 @@ class Scrapes:
         """Let all go."""
         for peer in list(self._peers.values()):
             self._let_go(peer)
+        self._users.close()
 
     def _let_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        peer = _Peer(connection, self._clock())
+        peer = _Peer(connection, self._users.of(connection).key, self._clock())
         self._peers[connection.fileno()] = peer
         self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
         self.timer.due_by(peer.until)
-        self._crowd.add(peer)
-        for each in self._crowd.reduce(MOST_CONNECTIONS):
-            self._let_go(each)
+        self._crowd.add(peer, peer.user)
+        for each in self._crowd.reduce(MOST_CONNECTIONS, "a constant"):
+            self._let_go(each.guest)
 
     def _on_readable(self, peer: _Peer) -> None:
         if peer.is_heard:
@@ -176,13 +182,3 @@ class Scrapes:
                 self.timer.set(peer.until)
                 return
             self._let_go(peer)
-
-
-def _user_of(connection: socket.socket) -> str:
-    if connection.family == socket.AF_UNIX:
-        return f"uid {credentials(connection).uid}"
-    try:
-        return f"host {connection.getpeername()[0]}"
-    except OSError:
-        # It has gone again.
-        return ""

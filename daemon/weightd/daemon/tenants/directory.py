@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd.daemon.config.identities import OVERFLOW_ID
 from weightd.daemon.config.tenants import DEFAULT, RIGHTS, TenantConfig
+from weightd.daemon.host.crowding import NO_TENANT
+from weightd.daemon.host.membership import Members, Membership
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 
 _OPERATORS = TenantConfig(may=RIGHTS)
@@ -47,15 +48,10 @@ class Directory:
     def renew(self, tenants: Mapping[str, TenantConfig]) -> None:
         """Other tables are in force; a tenant that stays is the same object."""
         before, self._tenants = self._tenants, {}
-        self._by_uid: dict[int, Tenant] = {}
-        self._by_gid: dict[int, Tenant] = {}
-        self._by_key: dict[str, Tenant] = {}
         for name, config in tenants.items():
             tenant = self._tenants[name] = before.get(name) or Tenant(name, config)
             tenant.renew(config)
-            self._by_uid.update(dict.fromkeys(config.user_ids, tenant))
-            self._by_gid.update(dict.fromkeys(config.group_ids, tenant))
-            self._by_key.update(dict.fromkeys(config.public_keys, tenant))
+        self._membership = Membership(members(tenants))
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values() or (EVERYONE,))
@@ -81,12 +77,27 @@ class Directory:
         """
         if not self._tenants:
             return EVERYONE
-        known = self._by_key.get(proof.key)
-        if known is not None or proof.uid == OVERFLOW_ID:
-            return known
-        if proof.uid is not None:
-            known = self._by_uid.get(proof.uid) or self._of_groups(proof.gids)
-        return known or (self.operators if proof.operates else self._tenants.get(DEFAULT))
+        operators = self.operators.name if proof.operates else None
+        name = self._membership.of(proof.uid, proof.gids, proof.key, operators)
+        if name is None:
+            return None
+        return self.operators if name == operators else self._tenants[name]
 
-    def _of_groups(self, gids: Sequence[int]) -> Tenant | None:
-        return next((self._by_gid[gid] for gid in gids if gid in self._by_gid), None)
+
+def members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[Members]:
+    """Return who belongs to the tenants of these tables.
+
+    Args:
+        tenants: the tables, by name.
+        admitted: the tenants that a listener is for; none: all. The others are `NO_TENANT` there.
+    """
+    return [
+        Members(
+            name if not admitted or name in admitted else NO_TENANT,
+            each.user_ids,
+            each.group_ids,
+            each.public_keys,
+            name == DEFAULT,
+        )
+        for name, each in tenants.items()
+    ]
