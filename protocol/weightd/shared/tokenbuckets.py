@@ -34,7 +34,7 @@ class TokenBucket:
         return True
 
     def charge(self, tokens: float, rate: float, burst: float, now: float) -> None:
-        """Take so many tokens, also those that it does not have yet, up to one burst."""
+        """Take so many tokens, also those that it does not have yet, up to one burst; see `TokenBuckets.charge`."""
         self._tokens, self._at = max(-burst, self.tokens(rate, burst, now) - tokens), now
 
 
@@ -58,7 +58,7 @@ class TokenBuckets:
 
     def has_one(self, key: str, now: float) -> bool:
         """Return whether `take` would succeed."""
-        return not self._rate or self._tokens(key, now) >= 1.0
+        return not self._rate or self._of(key, now).tokens(self._rate, self._burst, now) >= 1.0
 
     def charge(self, key: str, tokens: float, now: float) -> None:
         """Take so many tokens of a key, also those that it does not have yet, up to one burst.

@@ -23,8 +23,8 @@ def stream() -> Iterator[Stream]:
         made.close()
 
 
-def connection(stream: Stream, tenant: Tenant | None) -> Connection:
-    made = Connection(b"", stream, Identity(Origin("", "")), 0.0)
+def connection(stream: Stream, tenant: Tenant | None, user: str = "") -> Connection:
+    made = Connection(b"", stream, Identity(Origin("", user)), 0.0)
     made.tenant = tenant
     return made
 
@@ -78,12 +78,30 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
 def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("weightd.daemon.host.clock.now", lambda: now)
-    a, lanes = Tenant("a", TenantConfig()), Lanes()
-    assert [lanes.are_needed(each) for each in (a, a, None, a)] == [False, False, True, True]
+    lanes = Lanes()
+    a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
+    assert [lanes.are_needed(each) for each in (a, a, nobody, a)] == [False, False, True, True]
     now = 60.0
     assert not lanes.are_needed(a)
     now = 0.0
     assert not lanes.are_needed(a)
+
+
+def test_users_of_one_tenant_take_turns_however_many_connections_they_have(stream: Stream) -> None:
+    tenant, lanes = Tenant("a", TenantConfig()), Lanes()
+    many = [connection(stream, tenant, "uid 1") for _ in range(30)]
+    other = connection(stream, tenant, "uid 2")
+    for each in [*many, other]:
+        lanes.wait(each)
+    taken: list[str] = []
+    for _ in range(40):
+        who, each = lanes.take()
+        taken.append(each.origin.far)
+        lanes.wait(each)
+        lanes.spent(who, 1e-4)
+    assert taken == ["uid 1", "uid 2"] * 20
+    assert lanes.are_needed(other) is False
+    assert lanes.are_needed(many[0]) is True
 
 
 def test_who_has_gone_has_no_turn(stream: Stream) -> None:

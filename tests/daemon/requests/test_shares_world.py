@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hypothesis import given, settings
@@ -575,7 +575,7 @@ def test_a_tenant_whose_rows_take_longer_shares_no_jobs_with_others_while_they_d
     world, a, b, c = World(), tenant("a"), tenant("b"), tenant("c")
     model, seconds = world.model("cpu", terms=ROWS), {"a": 0.06}
     for who in (a, b, c):
-        world.load(model, who, partial(seconds.get, who.name, 0.01), 8)
+        world.load(model, who, partial(cast("Callable[[str, float], float]", seconds.get), who.name, 0.01), 8)
 
     def jobs() -> list[set[str]]:
         del world.jobs[:]

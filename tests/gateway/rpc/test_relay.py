@@ -68,7 +68,7 @@ class Connected:
 
 _Client = relay._Client
 NOW = [0.0]
-PEER = Peer("uid 7", 7, False)
+PEER = Peer("uid 7", 7)
 
 
 @pytest.fixture

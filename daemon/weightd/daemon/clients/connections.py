@@ -245,7 +245,7 @@ class Connections:
 
     def _receive(self, connection: Connection) -> None:
         """Something has come, or the client has gone."""
-        if self._lanes.are_needed(connection.tenant):
+        if self._lanes.are_needed(connection):
             if not connection.waits:
                 connection.waits = True
                 self._loop.pause(connection.stream.fileno())
@@ -263,7 +263,7 @@ class Connections:
                 self._receive(connection)
 
     def _serve(self) -> None:
-        """Handle what one connection has sent, for a moment, where several tenants speak."""
+        """Handle what one connection has sent, for a moment, where several users speak."""
         if not self._lanes:
             return
         begin = clock.now()

@@ -1,8 +1,9 @@
-"""Whose messages the daemon reads next: where several tenants speak, its own time is shared among them, too.
+"""Whose messages the daemon reads next: where several users speak, its own time is shared among them, too.
 
 A message costs the daemon's one loop some tens of microseconds, and who sends enough of them, of whatever kind, would
 have all of its time. So connections wait for their turn in lanes, one for each tenant, and the tenant is next that has
-had least of that time, by its weight: a clock like that of a device. Plain decisions, fed with the clock.
+had least of that time, by its weight: a clock like that of a device. The users of one tenant take turns, and so do all
+users where there are no tenants. Plain decisions, fed with the clock.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ class Lanes:
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._lanes: dict[Tenant, dict[Connection, None]] = {}
-        self._last: Tenant | None = None
+        # The connections of each user of each tenant. Of users and of connections the next one is first.
+        self._lanes: dict[Tenant, dict[str, dict[Connection, None]]] = {}
+        self._last: tuple[Tenant, str] | None = None
         self._several_until = -float("inf")
 
-    def are_needed(self, tenant: Tenant | None) -> bool:
-        """A tenant speaks: return whether another one has of late. While one alone does, this costs no look at a clock.
+    def are_needed(self, connection: Connection) -> bool:
+        """A user speaks: return whether another one has within `SEVERAL_S`.
 
-        None is whoever is nobody's.
+        While one alone does, this costs no look at a clock.
         """
-        tenant = tenant or _NOBODY
-        if tenant is not self._last:
+        speaker = (connection.tenant or _NOBODY, connection.origin.far)
+        if speaker != self._last:
             if self._last is not None:
                 self._several_until = clock.now() + SEVERAL_S
-            self._last = tenant
+            self._last = speaker
         elif self._several_until < 0.0:
             return False
         if clock.now() < self._several_until:
@@ -50,17 +52,21 @@ class Lanes:
         if lane is None:
             lane = self._lanes[tenant] = {}
             self._clock.comes(tenant)
-        lane[connection] = None
+        lane.setdefault(connection.origin.far, {})[connection] = None
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
 
     def take(self) -> tuple[Tenant, Connection]:
-        """Return whose turn it is, and take it out; it may wait again, behind the others of its tenant."""
+        """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
         tenant = min(self._lanes, key=self._clock.order)
         lane = self._lanes[tenant]
-        connection = next(iter(lane))
-        del lane[connection]
+        user = next(iter(lane))
+        connections = lane.pop(user)
+        connection = next(iter(connections))
+        del connections[connection]
+        if connections:
+            lane[user] = connections
         return tenant, connection
 
     def spent(self, tenant: Tenant, seconds: float) -> None:
@@ -74,9 +80,13 @@ class Lanes:
 
     def forget(self, connection: Connection) -> None:
         """It has gone."""
+        user = connection.origin.far
         for tenant, lane in list(self._lanes.items()):
-            if connection in lane:
-                del lane[connection]
+            connections = lane.get(user, {})
+            if connection in connections:
+                del connections[connection]
+                if not connections:
+                    del lane[user]
                 if not lane:
                     del self._lanes[tenant]
                     self._clock.goes(tenant)
