@@ -70,9 +70,8 @@ def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: objec
 
 
 def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
-    form = cast(Form, terms.form(first.description))
-    where = Where(terms, partial((times or Times()).expected, FAST, form.kind))
-    return together(first, form, [first, *others], where, 0.0)
+    where = Where(terms, partial((times or Times()).expected, FAST))
+    return together(first, cast(Form, terms.form(first.description)), [first, *others], where, 0.0)
 
 
 def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
@@ -160,15 +159,6 @@ def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_
     assert [len(job) for job in jobs(made)] == [1, 1, 1]
     # What has begun in parts goes on where they are added.
     assert terms == CUT
-
-
-def test_a_party_whose_rows_take_longer_shares_jobs_only_with_those_that_are_as_slow() -> None:
-    of_a, of_b, of_c, of_d = ([request(far=far) for _ in range(2)] for far in "abcd")
-    form = cast(Form, ROWS.form(of_a[0].description))
-    where = Where(ROWS, lambda _: 0.0, slow={"a", "d"})
-    waiting = [request for several in zip(of_a, of_b, of_c, of_d, strict=True) for request in several]
-    assert together(of_a[0], form, waiting, where, 0.0).requests == [of_a[0], of_d[0], of_a[1], of_d[1]]
-    assert together(of_b[0], form, waiting, where, 0.0).requests == [of_b[0], of_c[0], of_b[1], of_c[1]]
 
 
 def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_have_to_be_the_same() -> None:

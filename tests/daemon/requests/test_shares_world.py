@@ -6,12 +6,10 @@ import heapq
 import itertools
 import random
 import signal
-import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -569,36 +567,6 @@ def test_rows_that_go_together_are_few_while_another_tenant_waits() -> None:
     # Those, too, that begin while nothing of it waits: it has just been answered.
     assert len({world.asked[number].tenant for job in world.jobs for number in job}) == 2
     assert max(map(len, world.jobs)) <= 3
-
-
-def test_a_tenant_whose_rows_take_longer_shares_no_jobs_with_others_while_they_do() -> None:
-    world, a, b, c = World(), tenant("a"), tenant("b"), tenant("c")
-    model, seconds = world.model("cpu", terms=ROWS), {"a": 0.06}
-    for who in (a, b, c):
-        world.load(model, who, partial(cast("Callable[[str, float], float]", seconds.get), who.name, 0.01), 8)
-
-    def jobs() -> list[set[str]]:
-        del world.jobs[:]
-        world.run(10.0)
-        return [{world.asked[number].tenant.name for number in job} for job in world.jobs]
-
-    jobs()
-    parties, had = jobs(), world.had.copy()
-    assert {"a"} in parties
-    assert all(each == {"a"} for each in parties if "a" in each)
-    # The other two share theirs, but for a few by which they are measured. These are as large as they can be.
-    rows = [len(job) for job in world.jobs if world.asked[job[0]].tenant.name != "a"]
-    assert statistics.mean(rows) > 6
-    assert parties.count({"b", "c"}) > 5 * (parties.count({"b"}) + parties.count({"c"})) > 0
-    # They are charged for their own rows, and have the same shares of the time.
-    jobs()
-    assert [world.had[each] - had[each] for each in "abc"] == pytest.approx([10 / 3] * 3, rel=0.15)
-    # Now B does as A did, and A as the others: B shares no jobs any more, and A does.
-    seconds["a"], seconds["b"] = 0.01, 0.06
-    world.run(50.0)
-    parties = jobs()
-    assert all(each == {"b"} for each in parties if "b" in each)
-    assert {"a", "c"} in parties
 
 
 # --- requests that take long ------------------------------------------------------------------------------------------

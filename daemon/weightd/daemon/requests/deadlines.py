@@ -7,7 +7,7 @@ import math
 
 from weightd.daemon.requests.request import Request
 
-# The heap is built anew if so many of its entries, and more than half of them, are of requests that have ended.
+# The heap is built anew when it has grown to twice its size after the last time, and by so many entries more.
 _LEAST_ENDED = 64
 
 
@@ -20,6 +20,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int]] = []
+        self._clean_at = _LEAST_ENDED
 
     def __len__(self) -> int:
         """Return how many entries the heap has, those of ended requests included."""
@@ -32,10 +33,11 @@ class Deadlines:
             return False
         self._requests[number] = request
         heapq.heappush(heap, (deadline, number))
-        if len(heap) > 2 * len(self._requests) + _LEAST_ENDED:
-            self._heap = [(each.deadline, each.number) for each in self._requests.values()]
-            heapq.heapify(self._heap)
-        return self._heap[0] == (deadline, number)
+        if len(heap) > self._clean_at:
+            heap[:] = [(each.deadline, each.number) for each in self._requests.values()]
+            heapq.heapify(heap)
+            self._clean_at = 2 * len(heap) + _LEAST_ENDED
+        return heap[0][1] == number
 
     def remove(self, request: Request) -> None:
         """Watch a request no more; it does not matter whether it was watched."""

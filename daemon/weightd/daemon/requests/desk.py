@@ -94,6 +94,7 @@ class Desk:
         bounds = config.max_queue, config.max_queue_bytes, config.predict_timeout
         levels, count = config.priority_levels, config.concurrency
         self.scheduler = Scheduler(*bounds, due_by, levels=levels, clocks=clocks, count=count)
+        self._deadlines = self.scheduler.deadlines
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)
         self.signature = Signature(_bounds(config))
         self.names = Names()
@@ -422,7 +423,7 @@ class Desk:
         """End a request in an error."""
         self.failed += 1
         self.scheduler.end_whole(request)
-        self.scheduler.deadlines.remove(request)
+        self._deadlines.remove(request)
         request.running = bool(request.written)
         self._askers.refuse(request, error)
 
@@ -597,7 +598,7 @@ class Desk:
             self._answer(part.request, process, *whole, now)
 
     def _answer(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
-        self.scheduler.deadlines.remove(request)
+        self._deadlines.remove(request)
         request.running = bool(request.written)
         self._askers.answer(request, result, frames)
         latency = now - request.arrived

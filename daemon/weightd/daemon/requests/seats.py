@@ -23,10 +23,9 @@ from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.pace import Paces
 from weightd.daemon.requests.rows.peak import Peak
 from weightd.daemon.requests.rows.terms import WHOLE, Form, RowTerms
-from weightd.daemon.requests.rows.times import Kind, Times
+from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.seat import QUICK_S, Seat
 from weightd.daemon.requests.tally import Tally
 from weightd.daemon.tenants.tenant import Tenant
@@ -40,9 +39,6 @@ REPLACED_S = 10.0
 
 # Of so many of the last answers the mean duration is taken.
 _LATEST = 16
-
-# Marks the times of jobs of slow parties.
-_SLOW = "slow"
 
 # So long it is remembered how many requests there were at once.
 _PEAK_S = 1.0
@@ -107,7 +103,6 @@ class Seats:
         self.merging: dict[str, Seat] = {}
         self.look = float("inf")
         self.times = Times()
-        self._paces = Paces()
         self.meter = Meter()
         self._peak = Peak(_PEAK_S)
         self._recalled: list[tuple[Seat, int]] = []
@@ -222,18 +217,12 @@ class Seats:
 
     def together(self, seat: Seat, request: Request, form: Form, waiting: forming.Mates, now: float) -> forming.Group:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
-        where = self._where(seat, request, form, self._share(seat, form, 1 + waiting.number, now), waiting.longest)
-        group = forming.together(request, form, waiting.requests, where, now)
-        parties = {each.origin.far for each in group.requests}
-        if len(parties) > 1 and self._paces.measures(seat.device, form.kind, request.origin.far, parties):
-            return forming.Group([request], form.rows, is_full=True)
-        return group
+        where = self._where(seat, self._share(seat, form, 1 + waiting.number, now), waiting.longest)
+        return forming.together(request, form, waiting.requests, where, now)
 
     def expected(self, seat: Seat, job: Job) -> float:
         """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
-        known = 0.0
-        if job.form is not None:
-            known = self.times.expected(seat.device, self._kind(seat, job.form, job.requests[0]), job.rows)
+        known = self.times.expected(seat.device, job.form.kind, job.rows) if job.form is not None else 0.0
         return known or job.count * self.mean
 
     @property
@@ -275,11 +264,7 @@ class Seats:
             if job.form is not None:
                 self._tally.ran_rows(job.rows, seat.terms.padded(job.rows))
                 self.meter.rows.add(job.rows)
-                if job.count == 1 and part.cut is None and seat.terms.merges:
-                    party = part.request.origin.far
-                    if self._paces.add(seat.device, job.form.kind, party, job.rows, took):
-                        self.times.forget(seat.device, job.form.kind)
-                self.times.add(seat.device, self._kind(seat, job.form, part.request), job.rows, took)
+                self.times.add(seat.device, job.form.kind, job.rows, took)
         return part if part.is_awaited else None
 
     # --- what is taken from them --------------------------------------------------------------------------------
@@ -406,19 +391,10 @@ class Seats:
     def _may_be_behind(self, seat: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
         form = seat.terms.form(request.description) if seat.terms.merges and not seat.is_free else None
-        return form is None or forming.together(request, form, waiting, self._where(seat, request, form), now).is_full
+        return form is None or forming.together(request, form, waiting, self._where(seat), now).is_full
 
-    def _where(
-        self, seat: Seat, request: Request, form: Form, most: int = limits.MAX_PARTS, longest: float = math.inf
-    ) -> forming.Where:
-        kind = self._kind(seat, form, request)
-        slow = self._paces.slow(seat.device, form.kind)
-        return forming.Where(seat.terms, partial(self.times.expected, seat.device, kind), most, longest, slow)
-
-    def _kind(self, seat: Seat, form: Form, request: Request) -> Kind:
-        """Return the kind of job that a request is for `times`: jobs of slow parties say nothing of those of others."""
-        is_slow = request.origin.far in self._paces.slow(seat.device, form.kind)
-        return (_SLOW, form.kind) if is_slow else form.kind
+    def _where(self, seat: Seat, most: int = limits.MAX_PARTS, longest: float = math.inf) -> forming.Where:
+        return forming.Where(seat.terms, partial(self.times.expected, seat.device), most, longest)
 
     def _share(self, seat: Seat, form: Form, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.
@@ -438,7 +414,7 @@ class Seats:
         for job in seat.jobs.values():
             if job.form is None:
                 return math.inf
-            at += self.expected(seat, job)
+            at += self.times.expected(seat.device, job.form.kind, job.rows)
         return at
 
     def _end(self, chosen: Callable[[Job], list[Part]]) -> dict[Request, bool]:

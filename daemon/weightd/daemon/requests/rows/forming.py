@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.terms import Form, RowTerms
-from weightd.daemon.requests.rows.times import Times
+from weightd.daemon.requests.rows.times import Kind, Times
 from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
@@ -30,17 +30,15 @@ class Where(NamedTuple):
 
     Attributes:
         terms: what may be done with rows there.
-        expected: returns the seconds that so many rows of the kind of the first request take there at most, about.
+        expected: returns the seconds that so many rows of a kind take there at most, about.
         most: requests that share the job: what waits is divided among all seats that are free.
         longest: seconds that a job of several may take, about.
-        slow: parties (`Origin.far`) whose requests take longer there than those of others: they share no job with them.
     """
 
     terms: RowTerms
-    expected: Callable[[int], float]
+    expected: Callable[[Kind, int], float]
     most: int = limits.MAX_PARTS
     longest: float = math.inf
-    slow: Collection[str] = ()
 
 
 class Mates(NamedTuple):
@@ -94,14 +92,14 @@ def together(first: Request, form: Form, waiting: Iterable[Request], where: Wher
         if each is first:
             continue
         other = terms.form(each.description)
-        if other is None or other.kind != form.kind or not _agree(first, each, where):
+        if other is None or other.kind != form.kind or not _agree(first, each, terms):
             misfits += 1
             continue
         if terms.cuts(other, each.origin.far):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
-        seconds = where.expected(total)
+        seconds = where.expected(form.kind, total)
         if (
             total > terms.max_rows
             or size > _MOST_BYTES
@@ -145,8 +143,7 @@ def _shares(request: Request, form: Form, terms: RowTerms) -> bool:
     return may and not terms.keeps_apart(request.origin.far)
 
 
-def _agree(one: Request, other: Request, where: Where) -> bool:
-    terms, party, its_party = where.terms, one.origin.far, other.origin.far
-    if terms.keeps_apart(its_party) or other.company is not Company.ANY:
+def _agree(one: Request, other: Request, terms: RowTerms) -> bool:
+    if terms.keeps_apart(other.origin.far):
         return False
-    return party == its_party or (terms.is_exact and (party in where.slow) == (its_party in where.slow))
+    return other.company is Company.ANY and (terms.is_exact or one.origin.far == other.origin.far)

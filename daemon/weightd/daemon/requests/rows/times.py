@@ -34,10 +34,6 @@ class Times:
             had_seconds + _WEIGHT * (seconds - had_seconds),
         )
 
-    def forget(self, device: str, kind: Kind) -> None:
-        """The next jobs of a kind will take other times than the last ones."""
-        self._means.pop((device, kind), None)
-
     def expected(self, device: str, kind: Kind, rows: int) -> float:
         """Return the seconds that a job with so many rows is going to take at most, about; 0.0 where nobody knows."""
         near = self._near(device, kind, rows)
