@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import pytest
 
 from weightd.gateway import helper
 from weightd.gateway.callers import Caller
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import SMALL_BYTES, Helper, Helpers
 from weightd.gateway.rest import form
 from weightd.protocol.errors import Internal, InvalidArgument, Unavailable
 
@@ -28,7 +29,7 @@ def with_helper(use: Callable[[Helper], Awaitable[T]]) -> T:
     """Return what is made with a helper, within its loop."""
 
     async def run() -> T:
-        made = Helper()
+        made = Helper(0)
         try:
             return await use(made)
         finally:
@@ -85,19 +86,71 @@ def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
         gc.enable()
 
 
-def test_callers_take_turns() -> None:
+def test_a_caller_that_has_used_more_seconds_waits_for_the_others() -> None:
     async def use(helper: Helper) -> list[int]:
         done: list[int] = []
 
-        async def job(caller: Caller, number: int) -> None:
-            await helper.run(caller, abs, number)
+        async def job(caller: Caller, number: int, seconds: float = 0.0) -> None:
+            await helper.run(caller, time.sleep, seconds)
             done.append(number)
 
-        many = [job(A, number) for number in range(4)]
-        await asyncio.gather(*many, job(B, 10), job(B, 11), job(C, 20))
+        many = [job(A, number, 0.5) for number in range(2)]
+        await asyncio.gather(*many, *(job(caller, number) for number in range(10, 14) for caller in (B, C)))
         return done
 
-    assert with_helper(use) == [0, 10, 20, 1, 11, 2, 3]
+    done = with_helper(use)
+    assert (done[0], done[-1]) == (0, 1)
+
+
+def test_a_small_job_waits_for_no_large_one() -> None:
+    async def run() -> None:
+        helpers = Helpers()
+        try:
+            large = asyncio.create_task(helpers.run(A, SMALL_BYTES + 1, signal.pause))
+            pid = await helpers.run(B, SMALL_BYTES, os.getpid)
+            assert (pid, large.done()) == (helpers.small.pid, False)
+        finally:
+            await helpers.close()
+        with pytest.raises(Unavailable, match="stops"):
+            await large
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_has_more_of_the_processor_than_small_jobs_and_these_than_large_ones() -> None:
+    async def run() -> tuple[int, int]:
+        helpers = Helpers()
+        try:
+            return await helpers.run(A, 0, os.nice, 0), await helpers.run(A, SMALL_BYTES + 1, os.nice, 0)
+        finally:
+            await helpers.close()
+
+    small, large = asyncio.run(run())
+    assert os.nice(0) < small < large or small == large == 19
+
+
+def test_a_job_that_takes_too_long_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(made: Helper) -> None:
+        pid = await made.run(A, os.getpid)
+        end = made._end
+
+        def end_and_allow_more() -> None:
+            monkeypatch.setattr(helper, "JOB_LIMIT_S", 30.0)
+            end()
+
+        monkeypatch.setattr(made, "_end", end_and_allow_more)
+        monkeypatch.setattr(helper, "JOB_LIMIT_S", 0.1)
+        hung = asyncio.create_task(made.run(A, signal.pause))
+        await asyncio.sleep(0)
+        other = asyncio.create_task(made.run(B, os.getpid))
+        with pytest.raises(Unavailable, match=r"took longer than 0\.1 s"):
+            await hung
+        assert await other not in (pid, None)
+
+    with_helper(use)
+    assert "took longer than 0.1 s; killing the process" in caplog.text
 
 
 def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:

@@ -13,7 +13,7 @@ from weightd.gateway import model_view
 from weightd.gateway.callers import Caller, Identities
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.question import Answer, Question
 from weightd.gateway.regions import Regions
 from weightd.gateway.rest.api import Api
@@ -123,9 +123,9 @@ class Replica:
         self._service = _Known(self._check_known, self._address, config.timeout, seats)
         self._ends.push_async_callback(self._service.close)
         identities = Identities({}, {}, {}, anonymous=self._caller)
-        helper = Helper()
-        self._ends.push_async_callback(helper.close)
-        gateway = Gateway(config, identities, self._service, Regions(enabled=False), helper)
+        helpers = Helpers()
+        self._ends.push_async_callback(helpers.close)
+        gateway = Gateway(config, identities, self._service, Regions(enabled=False), helpers)
         self._api = Api(gateway, frozenset({ANY_HOST}))
         await self._until_known()
 

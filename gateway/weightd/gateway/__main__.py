@@ -14,7 +14,7 @@ from weightd.gateway.config import places
 from weightd.gateway.config.load import ConfigError, default_path, load
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.manager import Manager
 from weightd.gateway.regions import Regions
 from weightd.gateway.seats import Seats
@@ -50,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     settings = config.gateway
     seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
     service = Service(settings.daemon or None, settings.timeout, seats)
-    gateway = Gateway(settings, identities, service, Regions(enabled=settings.shared_memory), Helper(), manager.sockets)
+    gateway = Gateway(
+        settings, identities, service, Regions(enabled=settings.shared_memory), Helpers(), manager.sockets
+    )
     try:
         fronts = _fronts(gateway)
     except ImportError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weightd.gateway.callers import Identities
 from weightd.gateway.config.table import GatewayConfig
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
 from weightd.gateway.service import Service
 
@@ -22,7 +22,7 @@ class Gateway:
         identities: who is who, now: a reload has others.
         service: the daemon.
         regions: memory that callers share.
-        helper: the process that parses and renders many values.
+        helpers: the processes that parse and render many values.
         sockets: on which a service manager listens for HTTP.
     """
 
@@ -30,5 +30,5 @@ class Gateway:
     identities: Identities
     service: Service
     regions: Regions
-    helper: Helper
+    helpers: Helpers
     sockets: Sequence[socket.socket] = ()

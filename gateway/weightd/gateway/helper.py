@@ -1,24 +1,25 @@
-"""A child process for work that would hold up the event loop: parsing and rendering of many values.
+"""Child processes for work that would hold up the event loop: parsing and rendering of many values.
 
-The child starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while.
-Jobs wait in a queue of their own for each caller, and the callers take turns.
+One child does the small jobs, and another one the large jobs, so that a small job waits for no large one. A child
+starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while. Each child
+divides its seconds among the callers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import pickle
 import socket
 import struct
 import subprocess
 import sys
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from weightd.gateway.callers import Caller
+from weightd.gateway.fairqueue import FairQueue
 from weightd.protocol.errors import RequestError, Unavailable
 
 _log = logging.getLogger("weightd.gateway")
@@ -27,6 +28,15 @@ T = TypeVar("T")
 
 # Seconds without a job after which the child exits.
 IDLE_S = 30.0
+
+JOB_LIMIT_S = 10.0
+"""Seconds after which a job is stopped with its child. The largest one takes less than a second of a free core."""
+
+SMALL_BYTES = 128 * 1024
+"""Bytes of JSON or protobuf up to which a job is small: the most expensive ones take some ten milliseconds."""
+
+# The kernel gives less time to children with a higher number, and less to all of them than to the event loop.
+_NICE_SMALL, _NICE_LARGE = 5, 10
 
 # Before a message: the number of buffers beside the pickle; then the length of the pickle, and of each of them.
 COUNT = struct.Struct("=I")
@@ -45,15 +55,48 @@ class _Job(NamedTuple):
     result: asyncio.Future[Any]
 
 
-class Helper:
-    """Runs functions in a child process, one at a time.
+class Helpers:
+    """Runs functions in two child processes: one for small jobs, one for large jobs.
 
     Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
     arguments is not copied on its way, and arrives as something with the buffer protocol.
     """
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str | Caller, collections.deque[_Job]] = OrderedDict()
+        self.small = Helper(_NICE_SMALL)
+        self.large = Helper(_NICE_LARGE)
+
+    async def run(self, caller: Caller, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what the function returns.
+
+        Args:
+            caller: whose job it is.
+            nbytes: size of the text that the function parses or renders.
+            function: what to run.
+            arguments: of the function.
+
+        Raises:
+            RequestError: the function raised it.
+            Unavailable: the child died, the job took too long, or the gateway stops.
+        """
+        helper = self.small if nbytes <= SMALL_BYTES else self.large
+        return await helper.run(caller, function, *arguments)
+
+    async def close(self) -> None:
+        """End the children; jobs end in `Unavailable`."""
+        await asyncio.gather(self.small.close(), self.large.close())
+
+
+class Helper:
+    """Runs functions in one child process, one at a time.
+
+    Args:
+        nice: niceness of the child.
+    """
+
+    def __init__(self, nice: int) -> None:
+        self._nice = nice
+        self._jobs: FairQueue[_Job] = FairQueue()
         self._worker: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -70,13 +113,13 @@ class Helper:
 
         Raises:
             RequestError: the function raised it.
-            Unavailable: the child died, or the gateway stops.
+            Unavailable: the child died, the job took too long, or the gateway stops.
         """
         if self._is_closed:
             raise Unavailable("the gateway stops")
         loop = asyncio.get_running_loop()
         job = _Job(function, arguments, loop.create_future())
-        self._jobs.setdefault(caller.tenant or caller, collections.deque()).append(job)
+        self._jobs.put(caller.tenant or caller, job)
         if self._worker is None:
             self._worker = loop.create_task(self._work())
         result = await job.result
@@ -94,29 +137,32 @@ class Helper:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait([self._worker])
-        for waiting in self._jobs.values():
-            for job in waiting:
-                if not job.result.done():
-                    job.result.set_result(Failure(Unavailable("the gateway stops")))
-        self._jobs.clear()
+        for job in self._jobs.clear():
+            if not job.result.done():
+                job.result.set_result(Failure(Unavailable("the gateway stops")))
         self._end()
 
     async def _work(self) -> None:
         try:
             while self._jobs:
-                caller, waiting = self._jobs.popitem(last=False)
-                job = waiting.popleft()
-                if waiting:
-                    self._jobs[caller] = waiting
+                user, job = self._jobs.get()
                 if not job.result.done():
-                    await self._do(job)
+                    self._jobs.charge(user, await self._do(job))
         finally:
             self._worker = None
         self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end)
 
-    async def _do(self, job: _Job) -> None:
+    async def _do(self, job: _Job) -> float:
+        """Run a job and return the seconds that it took, without those in which the child started."""
+        begun, limit = time.monotonic(), JOB_LIMIT_S
+        seconds: float | None = None
+        result: Any
         try:
-            result = await self._answered(job)
+            seconds, result = await asyncio.wait_for(self._answered(job), limit)
+        except asyncio.TimeoutError:
+            _log.warning("a job of the helper process took longer than %g s; killing the process", limit)
+            self._end()
+            result = Failure(Unavailable(f"parsing or rendering took longer than {limit:g} s in the gateway"))
         except (OSError, EOFError) as error:
             _log.warning("the helper process died: %s", str(error) or "it closed its connection")
             self._end()
@@ -127,8 +173,9 @@ class Helper:
             raise
         if not job.result.done():
             job.result.set_result(result)
+        return time.monotonic() - begun if seconds is None else seconds
 
-    async def _answered(self, job: _Job) -> Any:
+    async def _answered(self, job: _Job) -> tuple[float, Any]:
         loop = asyncio.get_running_loop()
         channel = self._started()
         for part in message((job.function, job.arguments)):
@@ -137,7 +184,7 @@ class Helper:
         lengths = [LENGTH.unpack(await _received(channel, LENGTH.size))[0] for _ in range(count + 1)]
         content, *buffers = [await _received(channel, each) for each in lengths]
         # The child is this process's own, and runs no code but that of this package.
-        return pickle.loads(content, buffers=buffers)  # noqa: S301
+        return pickle.loads(content, buffers=buffers)  # type: ignore[no-any-return] # noqa: S301
 
     def _started(self) -> socket.socket:
         if self._idle is not None:
@@ -146,7 +193,7 @@ class Helper:
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-m", "weightd.gateway.helper_child", str(theirs.fileno())]
+                command = [sys.executable, "-m", "weightd.gateway.helper_child", str(theirs.fileno()), str(self._nice)]
                 try:
                     self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
                 except OSError:

@@ -1,4 +1,4 @@
-"""`python -m weightd.gateway.helper_child DESCRIPTOR`: the child process of `helper.Helper`."""
+"""`python -m weightd.gateway.helper_child DESCRIPTOR NICENESS`: the child process of `helper.Helper`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pickle
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 from weightd.gateway.helper import COUNT, LENGTH, Failure, message
 from weightd.protocol.errors import Internal, RequestError
-
-# The event loop of the parent goes first.
-_NICE = 5
 
 # After a job with more bytes than this, freed memory is returned to the kernel.
 _LARGE_BYTES = 256 * 1024
@@ -27,7 +25,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.nice(_NICE)
+        os.nice(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as channel, contextlib.suppress(EOFError, OSError):
         while True:
             if _run_one(channel) > _LARGE_BYTES:
@@ -41,7 +39,9 @@ def _run_one(channel: socket.socket) -> int:
     content, *buffers = [_received(channel, each) for each in lengths]
     function, arguments = pickle.loads(content, buffers=buffers)  # noqa: S301 - the parent is this program
     size = 0
-    for part in message(_result(function, arguments)):
+    begun = time.monotonic()
+    result = _result(function, arguments)
+    for part in message((time.monotonic() - begun, result)):
         channel.sendall(part)
         size += len(part)
     return size + sum(lengths)

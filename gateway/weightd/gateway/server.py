@@ -76,7 +76,7 @@ class Server:
         finally:
             watching.cancel()
             await self._gateway.service.close()
-            await self._gateway.helper.close()
+            await self._gateway.helpers.close()
 
     async def _start(self) -> None:
         for front in self._fronts:

@@ -236,7 +236,7 @@ def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) 
         asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data}]}
         status, answer, _ = echo.ask("POST", "/v2/models/m/infer", asked)
         assert (status, answer["outputs"][0]["data"]) == (200, values)
-    assert echo.gateway.helper.pid is not None
+    assert echo.gateway.helpers.large.pid is not None
     # Errors are those that short requests have.
     values[7] = "seven"
     asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [20_000], "data": values}]}

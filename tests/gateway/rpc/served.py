@@ -17,7 +17,7 @@ from weightd.gateway.callers import Caller, Identities
 from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.question import Answer, Question
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.front import RpcFront
@@ -89,7 +89,7 @@ class Served:
 
     def __init__(self, config: GatewayConfig, identities: Identities) -> None:
         self.service = FakeService(Seats(config.max_in_flight, config.max_memory_bytes))
-        self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory), Helper())
+        self.gateway = Gateway(config, identities, self.service, Regions(enabled=config.shared_memory), Helpers())
         self.target = ""
         self.front = RpcFront(self.gateway)
         self._loop = asyncio.new_event_loop()
@@ -106,7 +106,7 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.call(lambda: self.front.stop(0.0))
-        self.call(self.gateway.helper.close)
+        self.call(self.gateway.helpers.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from weightd.gateway import arrays
-from weightd.gateway.rpc import calls, cutting, errors, front, parameters, reflection, requests, streams
+from weightd.gateway.rpc import calls, cutting, errors, fields, front, parameters, reflection, requests, streams
 from weightd.gateway.rpc.messages import INFERENCE
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
@@ -32,6 +32,7 @@ def test_each_bound_is_there() -> None:
         f"has no tensors is {calls.MOST_ASKED_BYTES // 1024} KiB at most",
         f"raw content has {requests.MOST_HEADER_BYTES >> 20} MiB, and {arrays.MOST_VALUES:,} values, at most",
         f"{parameters.MOST_PARAMETERS:,} parameters of a request or of a tensor",
+        f"at most {fields.MOST_FIELDS:,} fields beside raw content",
         f"{requests.MOST_ODD_BYTES >> 20} MiB in a message of more than {cutting.MOST_FIELDS} fields",
         f"`max_in_flight` + {calls.UNSENT_CALLS} calls",
         f"Answers of {calls.LEAST_KEPT // 1024} KiB and more",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from weightd.gateway.arrays import DTYPES, MOST_VALUES, datatype_of
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
+from weightd.gateway.rpc import requests
 from weightd.gateway.rpc.calls import Call
+from weightd.gateway.rpc.fields import MOST_FIELDS
 from weightd.gateway.rpc.parameters import MOST_PARAMETERS
 from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Asked, Memory, asked
 from weightd.gateway.seats import Seats
@@ -36,11 +39,11 @@ def made(content: bytes, call: Call = CALL) -> Asked:
     """Return what is made of the bytes of a message."""
 
     async def make() -> Asked:
-        helper = Helper()
+        helpers = Helpers()
         try:
-            return await asked(content, call, Memory(Regions(enabled=False), room, helper))
+            return await asked(content, call, Memory(Regions(enabled=False), room, helpers))
         finally:
-            await helper.close()
+            await helpers.close()
 
     return asyncio.run(make())
 
@@ -102,7 +105,7 @@ def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
     "content",
     [
         request(inputs=[tensor("x", "FP32", [1], contents={"int_contents": [0] * MOST_HEADER_BYTES})]),
-        request(inputs=[{}] * (MOST_ODD_BYTES // 2)),
+        request(inputs=[{}] * 600, raw_input_contents=[bytes(MOST_ODD_BYTES)]),
     ],
     ids=["of values", "of many fields"],
 )
@@ -120,8 +123,25 @@ def test_so_are_more_values_than_the_loop_can_take() -> None:
 
 def test_so_are_more_parameters() -> None:
     many = {str(number): {"int64_param": 1} for number in range(MOST_PARAMETERS + 1)}
-    with pytest.raises(TooLarge, match=r"parameters: expected at most \d+"):
-        question(request(inputs=[tensor("x", "INT8", [1], parameters=many, contents={"int_contents": [0]})]))
+    for fields, where in (
+        ({"inputs": [tensor("x", "INT8", [1], parameters=many, contents={"int_contents": [0]})]}, "x: parameters"),
+        ({"inputs": [tensor("x", "INT8", [1])], "outputs": [{"name": "y", "parameters": many}]}, "y: parameters"),
+        ({"inputs": [tensor("x", "INT8", [1])], "parameters": many}, "parameters"),
+    ):
+        with pytest.raises(TooLarge, match=rf"^{where}: expected at most {MOST_PARAMETERS}, got {MOST_PARAMETERS + 1}"):
+            question(request(**fields))
+
+
+@pytest.mark.parametrize("count", [MOST_FIELDS, 100_000])
+def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise AssertionError("the message is parsed")
+
+    monkeypatch.setattr(requests, "_Request", SimpleNamespace(FromString=fail))
+    monkeypatch.setattr(Helpers, "run", fail)
+    many: dict[str, Any] = {str(number): {} for number in range(count)}
+    with pytest.raises(TooLarge, match=rf"^inputs\.parameters: expected at most {MOST_FIELDS} fields .* or more$"):
+        question(request(inputs=[tensor("x", "INT8", [1], parameters=many)]))
 
 
 def test_of_a_shape_no_more_is_looked_at_than_it_may_have() -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from weightd.gateway.callers import Identities
 from weightd.gateway.config.load import identities_of, parse
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
 from weightd.gateway.rest.connection import Crowd
 from weightd.gateway.rest.front import Rest
@@ -51,7 +51,7 @@ class HttpGateway:
         table = config.gateway
         service = Service(table.daemon, table.timeout, Seats(table.max_in_flight, table.max_memory_bytes))
         shared = Regions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
-        self.gateway = Gateway(table, identities_of(config), service, shared, Helper())
+        self.gateway = Gateway(table, identities_of(config), service, shared, Helpers())
         self._rest = Rest(self.gateway)
 
     def __enter__(self) -> HttpGateway:
@@ -63,7 +63,7 @@ class HttpGateway:
     def __exit__(self, *_: object) -> None:
         self.run(self._rest.stop(0.0))
         self.run(self.gateway.service.close())
-        self.run(self.gateway.helper.close())
+        self.run(self.gateway.helpers.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any, cast
 
 from weightd.gateway import arrays
@@ -25,10 +26,13 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 Array = arrays.Array
 
 HELPER_BYTES = 16 * 1024
-"""JSON that is longer is parsed by the helper process: the loop would be held up for half a millisecond and more."""
+"""JSON that is longer is parsed by a helper process: the loop would be held up for half a millisecond and more."""
 
 HELPER_VALUES = 4 * 1024
-"""An output with more values than this is rendered by the helper process, for the same reason."""
+"""An output with more values than this is rendered by a helper process, for the same reason."""
+
+# Of a value in JSON, with its comma.
+_RENDERED_BYTES = 16
 
 
 class Inference:
@@ -41,7 +45,7 @@ class Inference:
     def __init__(self, gateway: Gateway) -> None:
         self._service = gateway.service
         self._regions = gateway.regions
-        self._helper = gateway.helper
+        self._helpers = gateway.helpers
         self._most_bytes = gateway.config.max_body_bytes
 
     async def infer(self, request: Request, caller: Caller, model: str) -> Reply:
@@ -78,18 +82,19 @@ class Inference:
         return Reply([text, *pieces], BINARY, headers={HEADER_LENGTH: str(len(text))}, seat=kept)
 
     async def _read(self, caller: Caller, header: memoryview, model: str, seat: Seat) -> Form:
-        """Return what the JSON of a request says; a long one is parsed by the helper process."""
+        """Return what the JSON of a request says; a long one is parsed by a helper process."""
         if len(header) <= HELPER_BYTES:
             return form.read(header, model)
         # The copy on its way.
         seat.take(len(header))
-        return await self._helper.run(caller, form.read_values, bytes(header), model)
+        return await self._helpers.run(caller, len(header), form.read_values, PickleBuffer(header), model)
 
     async def _rendered(self, caller: Caller, described: answer.Description) -> bytes:
-        """Return the JSON of an answer; many values are rendered by the helper process."""
+        """Return the JSON of an answer; many values are rendered by a helper process."""
         if described.values <= HELPER_VALUES:
             return answer.render(described.header)
-        return await self._helper.run(caller, answer.render, described.header)
+        nbytes = described.values * _RENDERED_BYTES
+        return await self._helpers.run(caller, nbytes, answer.render, described.header)
 
     def _inputs(self, caller: Caller, asked: Form, tensors: memoryview, seat: Seat) -> dict[str, Array]:
         cuts = form.cut(asked, tensors)

@@ -146,7 +146,7 @@ class RpcFront:
             config.receive_timeout,
             self.relay.peer,
         )
-        memory = Memory(gateway.regions, service.room, gateway.helper)
+        memory = Memory(gateway.regions, service.room, gateway.helpers)
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)
         told = (INFERENCE, HEALTH, REFLECTION, OLD_REFLECTION)
         return {

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from weightd.gateway.rpc.calls import PROBE, Call, Calls, Context, Handler, guarded
+from weightd.gateway.rpc.fields import parser
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
@@ -23,7 +24,8 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 # How old an answer may be, and how often those who watch look: what strangers ask costs the daemon no more than this.
 FRESH_S = 1.0
 
-_Request, _Response = HEALTH["HealthCheckRequest"], HEALTH["HealthCheckResponse"]
+_Response = HEALTH["HealthCheckResponse"]
+_parse = parser(HEALTH["HealthCheckRequest"])
 
 
 class Health:
@@ -56,10 +58,10 @@ class Health:
 
         async def watch(messages: object, context: Context) -> None:
             with self._streams.one(calls.stranger(context)):
-                await self._watch((await calls.probed(context, _Request.FromString)).service, context)
+                await self._watch((await calls.probed(context, _parse)).service, context)
 
         return {
-            "Check": calls.single("Check", _Request.FromString, self._check, is_open=True),
+            "Check": calls.single("Check", _parse, self._check, is_open=True),
             "Watch": grpc.stream_stream_rpc_method_handler(guarded(watch)),
         }
 

@@ -9,6 +9,7 @@ from weightd.gateway import model_view
 from weightd.gateway.model_view import View
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call, Calls, Handler, Method, Unimplemented
+from weightd.gateway.rpc.fields import parser
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.gateway.rpc.parameters import check_local
 from weightd.gateway.rpc.requests import check_version, model_of
@@ -76,7 +77,7 @@ class Methods:
             "LogSettings": self._log_settings,
         }
         return {
-            name: calls.single(name, INFERENCE.requests[name].FromString, method, is_open=name in _OPEN)
+            name: calls.single(name, parser(INFERENCE.requests[name]), method, is_open=name in _OPEN)
             for name, method in methods.items()
         }
 

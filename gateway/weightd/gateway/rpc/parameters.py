@@ -14,21 +14,21 @@ from weightd.protocol.schema import got
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 
-# Of a request, or of one of its tensors: more of them would take the loop seconds.
-MOST_PARAMETERS = 1024
+# Of a request, or of one of its tensors: clients send a few.
+MOST_PARAMETERS = 64
 
 # What only makes sense if requests know of each other. 0, false and "" are what clients send who want nothing.
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
 
-def values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each `InferParameter`; None of one that has none.
+def values(field: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each `InferParameter` in a field; None of one that has none.
 
     Raises:
         TooLarge: they are too many.
     """
     if len(parameters) > MOST_PARAMETERS:
-        raise TooLarge(f"parameters: expected at most {MOST_PARAMETERS}, got {len(parameters)}")
+        raise TooLarge(f"{field}: expected at most {MOST_PARAMETERS}, got {len(parameters)}")
     found: dict[str, Any] = {}
     for name, each in parameters.items():
         kind = each.WhichOneof("parameter_choice")

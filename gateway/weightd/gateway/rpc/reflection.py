@@ -13,6 +13,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
 from weightd.gateway.rpc.calls import Calls, Context, Handler, check_length, guarded, parsed, within
 from weightd.gateway.rpc.descriptors import Messages
+from weightd.gateway.rpc.fields import parser
 from weightd.gateway.rpc.streams import Streams
 
 # Between two questions of a tool. Who asks no more leaves his place to others, who have no more of a right to it.
@@ -35,7 +36,8 @@ class Reflection:
     """
 
     def __init__(self, files: Iterable[Messages], own: Messages, streams: Streams) -> None:
-        self._request, self._response = own["ServerReflectionRequest"], own["ServerReflectionResponse"]
+        self._parse = parser(own["ServerReflectionRequest"])
+        self._response = own["ServerReflectionResponse"]
         self._streams = streams
         self._by_name: dict[str, bytes] = {}
         self._by_symbol: dict[str, bytes] = {}
@@ -51,7 +53,7 @@ class Reflection:
             with self._streams.one(calls.stranger(context)):
                 while (message := await self._asked(context)) is not grpc.aio.EOF:
                     check_length(message)
-                    await context.write(self.answer(parsed(message, self._request.FromString)).SerializeToString())
+                    await context.write(self.answer(parsed(message, self._parse)).SerializeToString())
 
         return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(info))}
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from weightd.gateway import arrays
 from weightd.gateway.arrays import Array
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.helper import Helper
+from weightd.gateway.helper import Helpers
 from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Question
 from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc import parameters
 from weightd.gateway.rpc.calls import Call, parsed
 from weightd.gateway.rpc.cutting import cut
+from weightd.gateway.rpc.fields import check, layout_of
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound
@@ -50,6 +52,9 @@ _WIDE: Mapping[str, str] = {
 
 _NOTHING = INFERENCE["InferTensorContents"]()
 
+_Request = INFERENCE["ModelInferRequest"]
+_LAYOUT = layout_of(_Request.DESCRIPTOR)
+
 # Of a message but for its raw contents, as of JSON: it takes the loop a while, in which nobody else is served.
 MOST_HEADER_BYTES = 16 * 1024 * 1024
 
@@ -70,12 +75,12 @@ class Memory(NamedTuple):
     Attributes:
         regions: what callers have registered.
         room: returns an array of so many bytes to read a tensor into.
-        helper: the process that parses many values.
+        helpers: the processes that parse many values.
     """
 
     regions: Regions
     room: Callable[[Caller, int], Any]
-    helper: Helper
+    helpers: Helpers
 
 
 class Target(NamedTuple):
@@ -139,6 +144,9 @@ async def asked(message: bytes, call: Call, memory: Memory) -> Asked:
         TooLarge: what is no raw content is longer than it may be.
         ResourceExhausted: there is no room for its tensors now.
     """
+    if len(message) > HELPER_BYTES:
+        # A message that is refused for its fields costs less here than in pieces, and on its way to a helper process.
+        parsed(message, _check_fields)
     header, request_id, contents = cut(message)
     _check_header(len(header), MOST_ODD_BYTES if header is message else MOST_HEADER_BYTES)
     if len(header) <= _REMEMBERED_BYTES:
@@ -148,7 +156,7 @@ async def asked(message: bytes, call: Call, memory: Memory) -> Asked:
     else:
         # The copy on its way.
         call.seat.take(len(header))
-        form = await memory.helper.run(call.caller, _form, header)
+        form = await memory.helpers.run(call.caller, len(header), _form, PickleBuffer(header))
     question = Question(
         form.model,
         _inputs(form, contents or [memoryview(each) for each in form.contents], call, memory),
@@ -171,10 +179,19 @@ def _check_header(nbytes: int, most: int) -> None:
         raise TooLarge(text)
 
 
+def _check_fields(message: bytes) -> None:
+    check(message, _LAYOUT)
+
+
+def _parse(message: bytes) -> Any:
+    _check_fields(message)
+    return _Request.FromString(message)
+
+
 def _form(header: bytes) -> Form:
-    request = parsed(header, INFERENCE["ModelInferRequest"].FromString)
+    request = parsed(header, _parse)
     check_version(request.model_version)
-    given = parameters.values(request.parameters)
+    given = parameters.values("parameters", request.parameters)
     parameters.check(given)
     outputs, regions = _outputs(request.outputs)
     return Form(
@@ -230,7 +247,7 @@ def _described(tensors: Sequence[Any]) -> Sequence[Input]:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
         datatype = arrays.checked_datatype(name, tensor.datatype)
         shape = arrays.checked_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
-        given = parameters.values(tensor.parameters)
+        given = parameters.values(f"{label(name)}: parameters", tensor.parameters)
         region = given if parameters.REGION in given else None
         values = None
         if tensor.HasField("contents"):
@@ -302,7 +319,7 @@ def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str
         name = _name(f"outputs[{index}].name", output.name)
         if name in names:
             raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
-        given = parameters.values(output.parameters)
+        given = parameters.values(f"{label(name)}: parameters", output.parameters)
         if given.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
         if parameters.REGION in given:
