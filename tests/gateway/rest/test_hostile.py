@@ -229,6 +229,25 @@ def test_an_upgrade_is_refused_and_what_follows_is_not_kept(echo: HttpGateway) -
     assert echo.ask("GET", "/v2/health/live")[0] == 200
 
 
+def test_requests_that_are_sent_ahead_wait_at_the_client(echo: HttpGateway) -> None:
+    content = BODY + b" " * 60_000
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+    request = head + content
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.create_connection(("127.0.0.1", echo.port))) for _ in range(2)]
+        sent, received = dict.fromkeys(peers, 0), dict.fromkeys(peers, b"")
+        for peer in peers:
+            peer.setblocking(False)
+        while min(answered := [each.count(b"HTTP/1.1 200 OK") for each in received.values()]) < 100:
+            readable, writable, _ = select.select(peers, peers, [], 30.0)
+            for peer in readable:
+                received[peer] += peer.recv(1 << 16)
+            for peer in writable:
+                sent[peer] += peer.send(memoryview(request)[sent[peer] % len(request) :])
+            # The kernel keeps some megabytes of each connection, and the gateway 32 requests.
+            assert sum(sent.values()) - sum(answered) * len(request) < 32_000_000
+
+
 def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) -> None:
     values: list[Any] = [number / 8 for number in range(20_000)]
     nested = [values[begin : begin + 100] for begin in range(0, len(values), 100)]

@@ -212,7 +212,7 @@ class Connection(RequestHandler):
     def _parse(self) -> None:
         """Parse a piece of what has been received; the rest follows when it is the peer's turn again."""
         self._is_queued = False
-        if self.transport is None or self._reading_paused:
+        if self.transport is None or self._is_paused():
             return
         if self._whole:
             piece, self._whole = self._whole, b""
@@ -231,8 +231,20 @@ class Connection(RequestHandler):
             self._resume_transport()
 
     def _resume_transport(self) -> None:
-        if self.transport is not None and not self._reading_paused:
+        if self.transport is not None and not self._is_paused():
             self.transport.resume_reading()
+
+    def _is_paused(self) -> bool:
+        """Return whether aiohttp takes nothing more: the buffer of a body or the queue of requests is full."""
+        return self._reading_paused or self._buffer_paused
+
+    def _resume_reading_for_buffer(self) -> None:
+        """Go on once aiohttp's queue of requests has room: first with what has been received before."""
+        super()._resume_reading_for_buffer()
+        if self._unparsed:
+            self._hold()
+            if not self._is_queued:
+                self._queue()
 
     def _hold(self) -> None:
         """Read nothing more until what has been received has been parsed, although aiohttp may have resumed."""
