@@ -78,6 +78,8 @@ SPARSE_KEPT = 50
 ENDINGS = 1000  # requests of A that end at one moment
 MEMORY_LIMIT = 768 * 1024 * 1024
 FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
+JSON_ROWS = 16  # 20 KiB of JSON
+MANY_FIELDS, MANY_VALUES = 1_000_000, 1_000_000
 POISON_WORKERS = 3
 POISON_S = 8.0
 QUICK_POISON_S = 4.0
@@ -459,45 +461,99 @@ def _gateway(plan: _Plan) -> Found:
         _stage(plan, {TINY: {}}) as stage,
         tempfile.TemporaryDirectory() as directory,
         User(users.BOB, imports=("encodings.idna", "grpc")) as b,
+        _gateway_process(stage, directory) as gateway,
     ):
-        tokens = Path(directory, "tokens")
-        tokens.write_text("".join(f"{hashlib.sha256(name.encode()).hexdigest()} - {name}\n" for name in "ab"), "utf-8")
-        tables = {"gateway": {"tokens": str(tokens), "anonymous": ""}}
-        with GatewayProcess(Path(directory), stage.service.address, tables) as gateway:
-            ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
-            for name, load in _floods(ports).items():
-                for protocol, port in ports.items():
-                    asked = _asked_of_gateway(protocol, port, question)
-                    ask = functools.partial(b.do, loads.ask_gateway, asked)
-                    sizes: list[float] = []
-                    found = _attack_on(plan, stage, ask, load, at=functools.partial(_look, sizes, gateway.pid))
-                    attacks[f"{name}, B over {protocol}"] = found
-                    memory[f"{name}, B over {protocol}"] = sizes[0], sizes[1], sizes[2]
+        ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
+        for name, load in _floods(ports).items():
+            for protocol, port in ports.items():
+                asked = _asked_of_gateway(protocol, port, question)
+                ask = functools.partial(b.do, loads.ask_gateway, asked)
+                sizes: list[float] = []
+                found = _attack_on(plan, stage, ask, load, at=functools.partial(_look, sizes, gateway.pid))
+                attacks[f"{name}, B over {protocol}"] = found
+                memory[f"{name}, B over {protocol}"] = sizes[0], sizes[1], sizes[2]
     return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.asked for each in attacks.values())}
+
+
+def _gateway_helper(plan: _Plan) -> Found:
+    """A sends requests whose parsing takes long; B sends JSON that the gateway parses beside its event loop, too."""
+    question = _question(TINY, plan, TINY_WIDTH, rows=JSON_ROWS)
+    imports = ("encodings.idna", "encodings.raw_unicode_escape", "grpc")
+    attacks: dict[str, Attack] = {}
+    memory: dict[str, tuple[float, float, float]] = {}
+    with (
+        _stage(plan, {TINY: {}}) as stage,
+        tempfile.TemporaryDirectory() as directory,
+        User(users.ALICE, imports=imports) as a,
+        User(users.BOB, imports=imports) as b,
+        _gateway_process(stage, directory) as gateway,
+    ):
+        ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
+        metadata = (("authorization", "Bearer a"),)
+        path = f"/{GRPC_SERVICE}/ModelInfer"
+        loads_of_a: dict[str, Sequence[Any]] = {
+            f"gRPC, {name}": (loads.call_grpc, ports["grpc"], path, message, metadata)
+            for name, message in _expensive_messages().items()
+        }
+        for count in (1_000_000, 10_000):
+            loads_of_a[f"JSON of {count:,} values"] = (loads.pour, ports["http"], b"", _json_post(count))
+        ask = functools.partial(b.do, loads.ask_gateway, _asked_of_gateway("json", ports["http"], question))
+        for name, load in loads_of_a.items():
+            sizes: list[float] = []
+            look = functools.partial(_look, sizes, gateway.pid)
+            attacks[f"{name}, B over JSON"] = _attack_on(plan, dataclasses.replace(stage, a=a), ask, load, at=look)
+            memory[f"{name}, B over JSON"] = sizes[0], sizes[1], sizes[2]
+    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.asked for each in attacks.values())}
+
+
+def _expensive_messages() -> Mapping[str, bytes]:
+    """Return requests of many small fields, and of as many values as there may be."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [1, MANY_VALUES]}
+    many: dict[str, Any] = {"parameters": {str(number): {} for number in range(MANY_FIELDS)}}
+    values = {"contents": {"fp32_contents": [0.5] * MANY_VALUES}}
+    return {
+        name: INFERENCE["ModelInferRequest"](model_name=TINY, inputs=[{**tensor, **rest}]).SerializeToString()
+        for name, rest in (("a million parameters", many), ("a million values", values))
+    }
+
+
+@contextlib.contextmanager
+def _gateway_process(stage: _Stage, directory: str) -> Generator[GatewayProcess, None, None]:
+    """Run a gateway that knows the tokens "a" and "b"."""
+    tokens = Path(directory, "tokens")
+    tokens.write_text("".join(f"{hashlib.sha256(name.encode()).hexdigest()} - {name}\n" for name in "ab"), "utf-8")
+    tables = {"gateway": {"tokens": str(tokens), "anonymous": ""}}
+    with GatewayProcess(Path(directory), stage.service.address, tables) as gateway:
+        yield gateway
 
 
 def _floods(ports: Mapping[str, int]) -> Mapping[str, Sequence[Any]]:
     """Return what A does to a gateway, by name."""
-    body = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,1000000],"data":[' + 999_999 * b"0.125," + b"1]}]}"
+    floods: dict[str, Sequence[Any]] = {
+        f"gRPC {kind}": (loads.pour, ports["grpc"], loads.HTTP2 + begins, repeats)
+        for kind, (begins, repeats) in loads.HTTP2_FLOODS.items()
+    }
+    floods["JSON of a million values"] = (loads.pour, ports["http"], b"", _json_post(1_000_000))
+    floods["connection storm, HTTP"] = (loads.reconnect, ("127.0.0.1", ports["http"]))
+    floods["connection storm, gRPC"] = (loads.reconnect, ("127.0.0.1", ports["grpc"]), loads.HTTP2)
+    return floods
+
+
+def _json_post(count: int) -> bytes:
+    """Return an HTTP request of A with so many values in JSON."""
+    shape, values = b'"shape":[1,%d]' % count, (count - 1) * b"0.125," + b"1"
+    body = b'{"inputs":[{"name":"x","datatype":"FP32",%s,"data":[%s]}]}' % (shape, values)
     lines = (
         f"POST /v2/models/{TINY}/infer HTTP/1.1",
         "Host: localhost",
         "Authorization: Bearer a",
         f"Content-Length: {len(body)}",
     )
-    post = "\r\n".join((*lines, "\r\n")).encode() + body
-    floods: dict[str, Sequence[Any]] = {
-        f"gRPC {kind}": (loads.pour, ports["grpc"], loads.HTTP2 + begins, repeats)
-        for kind, (begins, repeats) in loads.HTTP2_FLOODS.items()
-    }
-    floods["JSON of a million values"] = (loads.pour, ports["http"], b"", post)
-    floods["connection storm, HTTP"] = (loads.reconnect, ("127.0.0.1", ports["http"]))
-    floods["connection storm, gRPC"] = (loads.reconnect, ("127.0.0.1", ports["grpc"]), loads.HTTP2)
-    return floods
+    return "\r\n".join((*lines, "\r\n")).encode() + body
 
 
 def _asked_of_gateway(protocol: str, port: int, question: _Question) -> loads.GatewayQuestion:
-    """Return a question to the gateway with binary tensors."""
+    """Return a question to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
     bearer = {"authorization": "Bearer b"}
     requests: list[bytes] = []
     ends = [next(iter(answer.values())).tobytes() for answer in question.answers]
@@ -508,14 +564,17 @@ def _asked_of_gateway(protocol: str, port: int, question: _Question) -> loads.Ga
             message.inputs.add(name=name, datatype="FP32", shape=array.shape)
             message.raw_input_contents.append(array.tobytes())
             requests.append(message.SerializeToString())
+        elif protocol == "json":
+            values = {"name": name, "datatype": "FP32", "shape": array.shape, "data": array.ravel().tolist()}
+            requests.append(json.dumps({"inputs": [values], "parameters": {"binary_data_output": True}}).encode())
         else:
             given: dict[str, Any] = {"name": name, "datatype": "FP32", "shape": array.shape}
             given["parameters"] = {"binary_data_size": array.nbytes}
             header = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
             bearer["Inference-Header-Content-Length"] = str(len(header))
             requests.append(header + array.tobytes())
-    path = f"/v2/models/{question.model}/infer" if protocol == "http" else f"/{GRPC_SERVICE}/ModelInfer"
-    return loads.GatewayQuestion(protocol, port, path, bearer, requests, ends)
+    path = f"/{GRPC_SERVICE}/ModelInfer" if protocol == "grpc" else f"/v2/models/{question.model}/infer"
+    return loads.GatewayQuestion("grpc" if protocol == "grpc" else "http", port, path, bearer, requests, ends)
 
 
 def _look(sizes: list[float], pid: int, moment: str) -> None:
@@ -841,8 +900,8 @@ def _seat_seconds(service: Service) -> dict[str, float]:
     return {each.name: sum(account.seat_seconds for account in each.accounts) for each in tenants}
 
 
-def _question(model: str, plan: _Plan, *shape: int) -> _Question:
-    inputs = material.inputs(*shape)
+def _question(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _Question:
+    inputs = material.inputs(*shape, rows=rows)
     with PlainProcess(material.model(model, plan.setup.engine), plan.setup.engine) as bare:
         return _Question(model, inputs, [bare.infer(each) for each in inputs])
 
@@ -1043,6 +1102,7 @@ PARTS: Mapping[str, Part] = {
     "connection-storm": _connection_storm,
     "many-users": _many_users,
     "gateway": _gateway,
+    "gateway-helper": _gateway_helper,
     "descriptors": _descriptors,
     "kernel-buffers": _kernel_buffers,
     "long-predicts": _long_predicts,

@@ -544,6 +544,33 @@ def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[
     return send
 
 
+def call_grpc(
+    hands: Hands, port: int, path: str, message: bytes, metadata: Sequence[Tuple[str, str]], calls: int = 4
+) -> Dict[str, int]:
+    """Have some calls with the same message under way until told to stop; return how many calls had which end."""
+    import grpc
+
+    outcomes: Counter[str] = Counter()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary(path)
+
+        def keep_calling() -> None:
+            while not hands.stopping.is_set():
+                try:
+                    call(message, metadata=metadata, timeout=_ASKED_S)
+                    outcomes[OK] += 1
+                except grpc.RpcError as error:
+                    outcomes[error.code().name] += 1
+
+        threads = [threading.Thread(target=keep_calling) for _ in range(calls)]
+        for thread in threads:
+            thread.start()
+        hands.tell("begun")
+        for thread in threads:
+            thread.join()
+    return dict(outcomes)
+
+
 def pour(hands: Hands, port: int, begins: bytes, repeats: bytes, connections: int = 2) -> Dict[str, int]:
     """Send the same bytes again and again over some connections to a port of this host until told to stop.
 
