@@ -231,7 +231,8 @@ def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> 
     reload(server, 0.0)
     assert [tenant.name for tenant in server._tenants] == ["ann"]
     server._frontend.renew.assert_called_once_with()
-    server._gates.admit.assert_called_once_with({"default": ()})
+    [(admitted,)] = [call.args for call in server._gates.admit.call_args_list]
+    assert (admitted["default"].keys, [each.tenant for each in admitted["default"].tenants]) == ((), ["ann"])
     assert sorted(timer.due for timer in server._accounting.timers) == [5.0, 10.0]
     assert server._clocks.max_job_s == 0.02
     ann = server._tenants.get("ann")
