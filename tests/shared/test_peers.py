@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from testkit import loads
 from testkit.users import ALICE, BOB, User, need_other_users
-from weightd.shared.peers import UNKNOWN, Peer, Peers
+from testkit.waiting import until
+from weightd.shared.peers import THIS_HOST, UNKNOWN, Peer, Peers
 
 LIMIT_S = 30.0
 
@@ -19,6 +25,13 @@ def peers() -> Iterator[Peers]:
     peers = Peers()
     yield peers
     peers.close()
+
+
+@pytest.fixture(scope="module")
+def alice() -> Iterator[User]:
+    need_other_users()
+    with User(ALICE) as user:
+        yield user
 
 
 def listener(stack: ExitStack, host: str) -> socket.socket:
@@ -52,7 +65,194 @@ def test_the_own_user_is_an_operator(peers: Peers) -> None:
         assert peers.of(connection) == Peer(f"uid {os.getuid()}", is_local=True, is_operator=True)
         # Where the kernel cannot be asked, all users of this host are one peer.
         peers.close()
-        assert peers.of(connection) == Peer("host 127.0.0.1", is_local=True)
+        assert peers.of(connection) == THIS_HOST
+
+
+def own_address(family: int) -> str:
+    """Return an address of this host that is not loopback; skip the test where there is none."""
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        try:
+            # Of the networks for documentation: nothing is sent.
+            asking.connect(("2001:db8::1" if family == socket.AF_INET6 else "198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this host has no address but loopback")
+        address: str = asking.getsockname()[0]
+    return address
+
+
+@contextmanager
+def accepted_from(user: User, host: str, connect_to: str = "", **how: Any) -> Generator[socket.socket, None, None]:
+    """Have a user connect to a listener; return the listener's end, once the user has done all it does."""
+    with ExitStack() as stack:
+        listening = listener(stack, host)
+        user.begin(loads.connect_from, (connect_to or host, listening.getsockname()[1]), *how_of(**how))
+        user.heard()
+        stack.callback(user.end)
+        yield stack.enter_context(listening.accept()[0])
+
+
+def how_of(
+    source: str = "", device: str = "", ends: str = "", linger_s: int = 0
+) -> tuple[tuple[str, int] | None, str, str, int]:
+    return (source, 0) if source else None, device, ends, linger_s
+
+
+@pytest.mark.parametrize("ends", ["", "half"])
+@pytest.mark.parametrize(
+    ("host", "source"),
+    [("127.0.0.1", "127.9.8.7"), ("127.0.0.1", "own"), ("own", "127.9.8.7"), ("::1", "own"), ("own6", "own")],
+)
+def test_a_user_is_the_same_peer_from_every_address_of_this_host(
+    peers: Peers, alice: User, host: str, source: str, ends: str
+) -> None:
+    family = socket.AF_INET6 if host in ("::1", "own6") else socket.AF_INET
+    near = own_address(family) if host.startswith("own") else host
+    far = own_address(family) if source == "own" else source
+    with accepted_from(alice, near, source=far, ends=ends) as connection:
+        assert connection.getpeername()[0] == far
+        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "source", "device"), [("127.0.0.1", "127.9.8.7", "lo"), ("own", "", "own"), ("own6", "", "own")]
+)
+def test_a_socket_bound_to_an_interface_has_its_user(
+    peers: Peers, alice: User, host: str, source: str, device: str
+) -> None:
+    if host.startswith("own"):
+        host = own_address(socket.AF_INET6 if host == "own6" else socket.AF_INET)
+        device = interface_of(host)
+    with accepted_from(alice, host, source=source, device=device) as connection:
+        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+
+
+def interface_of(address: str) -> str:
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip")
+    lines = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return next(line.split()[1] for line in lines if f" {address}/" in line)
+
+
+def test_a_client_of_ipv4_over_a_socket_of_ipv6_has_its_user(peers: Peers, alice: User) -> None:
+    with accepted_from(alice, "::", "::ffff:127.0.0.1", source="::ffff:127.9.8.7") as connection:
+        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+
+
+@pytest.mark.parametrize("source", ["127.9.8.7", "own"])
+def test_a_client_that_has_closed_its_socket_is_unknown(peers: Peers, alice: User, source: str) -> None:
+    """The kernel shows root as the owner of a closed socket."""
+    source = own_address(socket.AF_INET) if source == "own" else source
+    with accepted_from(alice, "127.0.0.1", source=source, ends="close") as connection:
+        assert peers.of(connection) == UNKNOWN
+
+
+def test_a_client_whose_socket_the_kernel_has_forgotten_is_unknown(peers: Peers, alice: User) -> None:
+    """It is no other host, and no other client of this host shares its limits."""
+    source = own_address(socket.AF_INET)
+    with accepted_from(alice, "127.0.0.1", source=source, ends="close", linger_s=1) as connection:
+        until(lambda: not knows_socket(connection), "the end of the client's socket")
+        assert peers.of(connection) == UNKNOWN
+
+
+def knows_socket(connection: socket.socket) -> bool:
+    """Return whether the kernel still lists the far end of a connection."""
+    host, port = connection.getpeername()
+    far = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()
+    return any(line.split()[1] == far for line in lines)
+
+
+def test_a_listener_on_the_far_port_is_not_the_client(peers: Peers) -> None:
+    """The kernel finds it where there is no connection; here the far address is that of the listener itself."""
+    with ExitStack() as stack:
+        listening = listener(stack, "127.0.0.1")
+        address = listening.getsockname()
+
+        class Redirected:
+            family = socket.AF_INET
+
+            def getpeername(self) -> tuple[str, int]:
+                return address  # type: ignore[no-any-return]
+
+            def getsockname(self) -> tuple[str, int]:
+                return "127.0.0.1", 9
+
+            def getsockopt(self, *_: int) -> bytes:
+                return b"\x01"
+
+        assert peers.of(Redirected()) == THIS_HOST  # type: ignore[arg-type]
+
+
+_HIDDEN = """
+import ctypes, os, socket, sys
+assert ctypes.CDLL(None, use_errno=True).unshare(0x10000000) == 0, os.strerror(ctypes.get_errno())
+from weightd.shared.peers import Peers
+for descriptor in map(int, sys.argv[1:]):
+    peer = Peers().of(socket.socket(fileno=descriptor))
+    print(peer.key, peer.is_local, peer.is_operator)
+"""
+
+
+def test_users_that_a_user_namespace_hides_are_one_peer_and_no_operator(alice: User) -> None:
+    """The user of the asking process is hidden, too; the kernel shows the same number for both."""
+    with ExitStack() as stack:
+        over_tcp = stack.enter_context(accepted_from(alice, "127.0.0.1"))
+        unix, far = socket.socketpair()
+        stack.enter_context(unix)
+        stack.enter_context(far)
+        descriptors = [over_tcp.fileno(), unix.fileno()]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", _HIDDEN, *map(str, descriptors)]
+        asked = subprocess.run(command, env=env, pass_fds=descriptors, capture_output=True, text=True, check=False)
+    if "Operation not permitted" in asked.stderr:
+        pytest.skip("this host allows no user namespaces")
+    assert asked.stdout.splitlines() == 2 * ["uid 65534 True False"], asked.stderr
+
+
+@pytest.fixture
+def namespace() -> Iterator[int]:
+    """A process in a network namespace with 198.18.0.2, connected to 198.18.0.1 of this one."""
+    need_other_users()
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs the commands ip and unshare")
+    name = f"wtd{os.getpid()}"
+    command = ["unshare", "--net", "sh", "-c", "echo && exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            pytest.skip("this host allows no network namespaces")
+        within = ["nsenter", "--target", str(process.pid), "--net"]
+        try:
+            for each in (
+                ["ip", "link", "add", name, "type", "veth", "peer", "name", "far0", "netns", str(process.pid)],
+                ["ip", "addr", "add", "198.18.0.1/30", "dev", name],
+                ["ip", "link", "set", name, "up"],
+                [*within, "ip", "addr", "add", "198.18.0.2/30", "dev", "far0"],
+                [*within, "ip", "link", "set", "far0", "up"],
+            ):
+                made = subprocess.run(each, capture_output=True, text=True, check=False)
+                if "not supported" in made.stderr or "Unknown device type" in made.stderr:
+                    pytest.skip("this host has no veth")
+                assert made.returncode == 0, made.stderr
+            yield process.pid
+        finally:
+            subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
+            process.communicate()
+
+
+_CONNECT = "import socket,sys; s = socket.create_connection(('198.18.0.1', int(sys.argv[1])), 5); sys.stdin.read()"
+
+
+def test_a_client_of_another_network_namespace_is_another_host(peers: Peers, namespace: int) -> None:
+    with ExitStack() as stack:
+        listening = listener(stack, "198.18.0.1")
+        command = ["nsenter", "--target", str(namespace), "--net", sys.executable, "-c", _CONNECT]
+        client = stack.enter_context(
+            subprocess.Popen([*command, str(listening.getsockname()[1])], stdin=subprocess.PIPE)
+        )
+        with listening.accept()[0] as connection:
+            assert peers.of(connection) == Peer("host 198.18.0.2")
+            client.communicate()
 
 
 def test_a_peer_that_has_left_is_nobody(peers: Peers) -> None:
@@ -61,7 +261,7 @@ def test_a_peer_that_has_left_is_nobody(peers: Peers) -> None:
         socket.create_connection(listening.getsockname()).close()
         connection = stack.enter_context(listening.accept()[0])
         assert connection.recv(1) == b""
-        assert not peers.of(connection).is_operator
+        assert peers.of(connection) == UNKNOWN
         closed = socket.socket()
         closed.close()
         assert peers.of(closed) == UNKNOWN

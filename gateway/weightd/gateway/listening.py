@@ -109,6 +109,9 @@ class Accepting:
     def _take(self, connection: socket.socket, now: float) -> None:
         connection.setblocking(False)
         peer = self._peers.of(connection)
+        if not peer.is_known:
+            connection.close()
+            return
         why = self._admission.refusal(peer, now)
         if why is None:
             self._admit(connection, peer)

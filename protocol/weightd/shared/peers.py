@@ -1,7 +1,8 @@
 """Identifies the peer of a connection before it has sent anything: a user of this host, or another host.
 
 The kernel names the user of a Unix socket, and by its socket diagnostics also that of a TCP connection from this host.
-So two users of one host have limits of their own although both come from 127.0.0.1.
+So two users of one host have limits of their own although both come from 127.0.0.1, and no user gets further limits by
+connecting from another address of this host.
 """
 
 from __future__ import annotations
@@ -19,17 +20,35 @@ _CREDENTIALS = struct.Struct("3i")
 # The kernel shows users that a user namespace hides as this one.
 _HIDDEN_UID = 65534
 
-# NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, and struct nlmsghdr, inet_diag_req_v2 and inet_diag_msg of the kernel.
+# struct nlmsghdr of the kernel.
+_HEADER = struct.Struct("=IHHII")
+_NLM_F_REQUEST = 1
+
+# NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, and struct inet_diag_req_v2 and inet_diag_msg of the kernel.
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
-_HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI")
-_NO_COOKIE = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
+_NO_COOKIE = struct.pack("=II", 0xFFFFFFFF, 0xFFFFFFFF)
 _ADDRESS_BYTES = 16
-_STATE_AT = _HEADER.size + 1
-_UID_AT = _HEADER.size + 4 + 4 + 2 * _ADDRESS_BYTES + 12 + 12
-_NLM_F_REQUEST = 1
-_TCP_ESTABLISHED = 1
+_STATE_AT = 1
+_OWNER = struct.Struct("=II")  # uid, inode
+_OWNER_AT = 4 + 4 + 2 * _ADDRESS_BYTES + 12 + 12
+
+# NETLINK_ROUTE, RTM_NEWROUTE, RTM_GETROUTE, and struct rtmsg and rtattr of the kernel.
+_ROUTE = 0
+_NEW_ROUTE = 24
+_GET_ROUTE = 26
+_ROUTE_MESSAGE = struct.Struct("=8BI")
+_ROUTE_TYPE_AT = 7
+_ATTRIBUTE = struct.Struct("=HH")
+_RTM_F_FIB_MATCH = 0x2000
+_RTN_LOCAL = 2
+_RTA_DST = 1
+_RTA_OIF = 4
+_LOOPBACK_INTERFACE = 1
+
+# States of the client's socket while the service has not closed its own: before and after the client has sent a FIN.
+_ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2 = 1, 4, 5
 
 # Clients of one network are one peer: a host may choose any address within it.
 _IPV6_NETWORK = 64
@@ -45,7 +64,8 @@ class Peer(NamedTuple):
         uid: the user at the other end of a Unix socket; None of TCP.
         common_name: of a certificate that TLS has verified; None without one.
         is_local: whether the peer is on this host.
-        is_operator: whether it is root or the user that this process runs as, who have no limits of their own.
+        is_operator: whether it is root or the user that this process runs as, who have no limits of their own. Never
+            a user that a user namespace hides.
     """
 
     key: str
@@ -56,71 +76,149 @@ class Peer(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the connection was there when the kernel was asked."""
+        """Whether the connection was there when the kernel was asked; serve no other one."""
         return self is not UNKNOWN
 
 
 UNKNOWN = Peer("unknown")
+
+# All connections from this host whose users the kernel does not tell.
+THIS_HOST = Peer("this host", is_local=True)
 
 
 class Peers:
     """Identifies peers; asks the kernel for the users of TCP connections from this host where it can."""
 
     def __init__(self) -> None:
-        self._diagnostics: Optional[socket.socket] = None
-        with contextlib.suppress(OSError):
-            self._diagnostics = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _SOCK_DIAG)
-            # The kernel answers within the call that sends the question.
-            self._diagnostics.setblocking(False)
+        self._routes = _Netlink(_ROUTE)
+        self._diagnostics = _Netlink(_SOCK_DIAG)
 
     def of(self, connection: socket.socket) -> Peer:
-        """Return the peer of a connection; one that has left already may be any user of its host."""
+        """Return the peer of a connection that has just been accepted.
+
+        The result is `UNKNOWN` for a connection that the peer has ended already. A local client that has only shut down
+        its sending direction is still identified, unless packet filters of this host redirect the connection.
+        """
         try:
             if connection.family == socket.AF_UNIX:
                 uid = _uid_of_unix(connection)
                 return Peer(_user(uid), uid, is_local=True, is_operator=_is_operator(uid))
             far, near = connection.getpeername(), connection.getsockname()
             address = _address(far[0])
-            if not (address.is_loopback or far[0] == near[0]):
+            interface = _LOOPBACK_INTERFACE if address.is_loopback else self._own_interface(address)
+            if interface is None and far[0] == near[0]:
+                # The kernel cannot be asked.
+                interface = _LOOPBACK_INTERFACE
+            if interface is None:
                 return Peer(_host(address))
-            found = self._uid_of_tcp((address, far[1]), (_address(near[0]), near[1]))
+            found = self._uid_of_tcp((address, far[1]), (_address(near[0]), near[1]), interface)
+            if found is None:
+                return UNKNOWN if self._diagnostics.is_open and _has_ended(connection) else THIS_HOST
         except OSError:
             return UNKNOWN
-        if found is None or found == _HIDDEN_UID:
-            return Peer(_host(address), is_local=True)
         return Peer(_user(found), is_local=True, is_operator=_is_operator(found))
 
     def close(self) -> None:
-        """Close the socket to the kernel."""
-        if self._diagnostics is not None:
-            self._diagnostics.close()
-            self._diagnostics = None
+        """Close the sockets to the kernel."""
+        self._routes.close()
+        self._diagnostics.close()
 
-    def _uid_of_tcp(self, far: Tuple[_Address, int], near: Tuple[_Address, int]) -> Optional[int]:
-        """Return the user who owns the socket at the far end of a connection within this host."""
-        if self._diagnostics is None:
+    def _own_interface(self, address: _Address) -> Optional[int]:
+        """Return the number of the interface that has an address of this host; None for an address of another host."""
+        packed = address.packed
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        body = _ROUTE_MESSAGE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, _RTM_F_FIB_MATCH)
+        body += _ATTRIBUTE.pack(_ATTRIBUTE.size + len(packed), _RTA_DST) + packed
+        answer = self._routes.ask(_GET_ROUTE, body, _NEW_ROUTE)
+        if answer is None or answer[_ROUTE_TYPE_AT] != _RTN_LOCAL:
             return None
+        at = _ROUTE_MESSAGE.size
+        while at + _ATTRIBUTE.size < len(answer):
+            size, kind = _ATTRIBUTE.unpack_from(answer, at)
+            if kind == _RTA_OIF:
+                interface: int = struct.unpack_from("=I", answer, at + _ATTRIBUTE.size)[0]
+                return interface
+            at += max(_ATTRIBUTE.size, (size + 3) & ~3)
+        return _LOOPBACK_INTERFACE
+
+    def _uid_of_tcp(self, far: Tuple[_Address, int], near: Tuple[_Address, int], interface: int) -> Optional[int]:
+        """Return the user who owns the socket at the far end of a connection within this host.
+
+        The kernel finds a socket that its user has bound to an interface only by the number of that interface, and one
+        that is bound to none by any. A socket can connect from an address only if it is bound to the address's
+        interface or to none.
+
+        Returns:
+            The user id; None if the kernel knows no such socket.
+
+        Raises:
+            OSError: no process has the socket any more.
+        """
         family = socket.AF_INET if far[0].version == 4 else socket.AF_INET6
         body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack("!HH", far[1], near[1])
-        body += b"".join(each[0].packed.ljust(_ADDRESS_BYTES, b"\0") for each in (far, near)) + _NO_COOKIE
+        body += b"".join(each[0].packed.ljust(_ADDRESS_BYTES, b"\0") for each in (far, near))
+        body += struct.pack("=I", interface) + _NO_COOKIE
+        answer = self._diagnostics.ask(_BY_FAMILY, body, _BY_FAMILY)
+        if answer is None or answer[_STATE_AT] not in (_ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2):
+            # In another state it is not the other end: the kernel also finds a socket that listens on the far port.
+            return None
+        uid: int
+        uid, inode = _OWNER.unpack_from(answer, _OWNER_AT)
+        if not inode:
+            # The kernel shows root as the owner.
+            raise OSError("the client has closed its socket")
+        return uid
+
+
+class _Netlink:
+    """A socket to one of the kernel's netlink families; without it, no question has an answer."""
+
+    def __init__(self, family: int) -> None:
+        self._socket: Optional[socket.socket] = None
+        self._number = 0
+        with contextlib.suppress(OSError):
+            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, family)
+            # The kernel answers within the call that sends the question.
+            self._socket.setblocking(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the kernel can be asked."""
+        return self._socket is not None
+
+    def ask(self, kind: int, body: bytes, expected: int) -> Optional[bytes]:
+        """Return the answer to a question without its header; None if the answer is not of the expected kind."""
+        if self._socket is None:
+            return None
+        self._number = (self._number + 1) & 0xFFFFFFFF
+        header = _HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST, self._number, 0)
         try:
-            self._diagnostics.send(_HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _NLM_F_REQUEST, 1, 0) + body)
-            answer = self._diagnostics.recv(4096)
+            self._socket.send(header + body)
+            while True:
+                answer = self._socket.recv(4096)
+                _, got, _, number, _ = _HEADER.unpack_from(answer)
+                if number == self._number:
+                    return answer[_HEADER.size :] if got == expected else None
         except OSError:
             return None
-        if len(answer) < _UID_AT + 4 or _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
-            return None
-        if answer[_STATE_AT] != _TCP_ESTABLISHED:
-            # A socket that is closed has no owner, which reads as root.
-            return None
-        uid: int = struct.unpack_from("=I", answer, _UID_AT)[0]
-        return uid
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 def _uid_of_unix(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end of a TCP connection has sent all it is going to send."""
+    state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state != _ESTABLISHED
 
 
 def _address(text: str) -> _Address:
@@ -143,4 +241,4 @@ def _user(uid: int) -> str:
 
 
 def _is_operator(uid: int) -> bool:
-    return uid in (0, os.getuid())
+    return uid != _HIDDEN_UID and uid in (0, os.getuid())

@@ -46,6 +46,13 @@ def test_over_tcp_the_kernel_knows_the_user_on_this_host(host: str, family: int)
         assert user_of(ours, peers) == (f"uid {os.getuid()}", True)
 
 
+def test_over_tcp_a_client_that_has_closed_its_socket_is_not_let_in() -> None:
+    ours, theirs = accepted("127.0.0.1")
+    theirs.close()
+    with ours, contextlib.closing(Peers()) as peers, pytest.raises(OSError, match="gone"):
+        user_of(ours, peers)
+
+
 def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
     assert [buffer_bytes(count) for count in (1, 128, 256, 1024, 100_000)] == [
         256 * KIB,

@@ -17,7 +17,7 @@ from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import MOST_CONNECTIONS, MOST_S, Scrapes
 from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
-from weightd.shared.peers import Peer, Peers
+from weightd.shared.peers import UNKNOWN, Peer, Peers
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LIMIT_S = 30.0
@@ -97,6 +97,15 @@ def test_a_scrape_is_answered_and_the_connection_ends(world: World) -> None:
     assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n")
     assert f"Content-Length: {len(body)}\r\n".encode() in head
     assert body.startswith(b"# HELP weightd_build_info ")
+    assert len(world.scrapes) == 0
+
+
+def test_a_connection_that_its_client_has_ended_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(self: Peers, connection: socket.socket) -> Peer:
+        return UNKNOWN
+
+    monkeypatch.setattr(Peers, "of", of)
+    assert not is_open(world.peer())
     assert len(world.scrapes) == 0
 
 

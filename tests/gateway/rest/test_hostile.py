@@ -19,7 +19,7 @@ from testkit.examples import examples
 from testkit.fakedaemon import FakeDaemon
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
-from weightd.shared.peers import Peer, Peers
+from weightd.shared.peers import UNKNOWN, Peer, Peers
 
 BODY = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[1],"data":[7]}]}'
 INFER = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
@@ -279,4 +279,20 @@ def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
         assert answer == {"error": "host 10.0.0.1 opens more than 0.001 connections a second (max_connection_rate)"}
         while len(peers) > 1:
             assert gateway.ask("GET", "/v2/health/live")[0] == 429
+        assert gateway.ask("GET", "/v2/health/live")[0] == 200
+
+
+def test_a_connection_that_its_client_has_ended_is_closed_and_counts_for_nobody(
+    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = [UNKNOWN, UNKNOWN, Peer("host 10.0.0.1")]
+
+    def of(self: Peers, connection: socket.socket) -> Peer:
+        return peers.pop(0)
+
+    monkeypatch.setattr(Peers, "of", of)
+    with HttpGateway(fake.address, {"gateway": {"max_connection_rate": 1e-3}}) as gateway:
+        while len(peers) > 1:
+            with socket.create_connection(("127.0.0.1", gateway.port), 30.0) as ended:
+                assert ended.recv(1) == b""
         assert gateway.ask("GET", "/v2/health/live")[0] == 200

@@ -283,6 +283,37 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[byt
     return dict(outcomes)
 
 
+def connect_from(
+    hands: Hands, address: Any, source: Any = None, device: str = "", ends: str = "", linger_s: int = 0
+) -> None:
+    """Connect to a TCP address, send a byte, and hold the connection until told to end.
+
+    Args:
+        hands: of the process.
+        address: of the listener.
+        source: the address to connect from; None: the kernel chooses.
+        device: name of the interface that the socket is bound to; "" for none.
+        ends: what happens after the byte is sent: "half" sends a FIN, "close" closes the socket.
+        linger_s: how long the kernel keeps a closed socket that waits for the FIN of the other end; 0 for its default.
+    """
+    with socket.socket(_family(address)) as peer:
+        peer.settimeout(5.0)
+        if device:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, device.encode())
+        if source is not None:
+            peer.bind(source)
+        if linger_s:
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, linger_s)
+        peer.connect(address)
+        peer.sendall(b"x")
+        if ends == "half":
+            peer.shutdown(socket.SHUT_WR)
+        elif ends == "close":
+            peer.close()
+        hands.tell("begun")
+        hands.stopping.wait()
+
+
 def _family(address: Any) -> int:
     if isinstance(address, str):
         return socket.AF_UNIX

@@ -34,7 +34,8 @@ class Entry(NamedTuple):
 
     Attributes:
         action: "load", "update", "rollback" or "reload"; of a refused right, the type of the message.
-        user: "uid 1001", "key Z85", "host ADDRESS" or "operator".
+        user: "uid 1001", "key Z85", "host ADDRESS", "this host" (a local client whose user the kernel does not tell) or
+            "operator".
         tenant: of the user; "" for none.
         model: that it is about, as it was named; "" for none.
         path: of a model file, "" for none.

@@ -112,7 +112,11 @@ class Scrapes:
 
     def _let_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        peer = _Peer(connection, self._users.of(connection).key, self._clock())
+        user = self._users.of(connection)
+        if not user.is_known:
+            connection.close()
+            return
+        peer = _Peer(connection, user.key, self._clock())
         self._peers[connection.fileno()] = peer
         self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
         self.timer.due_by(peer.until)
