@@ -46,6 +46,9 @@ WRONG = "WRONG"
 # Seconds that an answer of a gateway may take.
 _ASKED_S = 30.0
 
+# A close that takes longer than this waits for the peer of the socket.
+_CLOSE_S = 1.0
+
 # The first id of users with subordinate ids, as useradd gives them.
 _FIRST_SUBORDINATE = 100_000
 
@@ -643,16 +646,40 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     The first is a TCP socket with unsent data and SO_LINGER; then come as many of /dev/null as go.
     """
     outcomes: Counter[str] = Counter()
-    lingers, held = lingering(600)
-    with held, Path("/dev/null").open("rb") as null:
-        # Closed after the daemon, it would hold up this process.
-        pass_descriptor(path, lingers.fileno(), lingers.close)
+    with _passed_lingering(path), Path("/dev/null").open("rb") as null:
         for _ in range(100):
             outcomes[pass_descriptor(path, null.fileno())] += 1
         hands.tell("begun")
         while not hands.stopping.is_set():
             outcomes[pass_descriptor(path, null.fileno())] += 1
     return dict(outcomes)
+
+
+def _passed_lingering(path: str) -> socket.socket:
+    """Leave the receiver at `path` with the last descriptor of a socket whose close waits; return that socket's peer.
+
+    The close that waits is that of whoever closes last. If that is this process, it ends the wait and tries again.
+    """
+    while True:
+        lingers, held = lingering(600)
+        is_closed = threading.Event()
+        thread = threading.Thread(target=_pass_and_close, args=(path, lingers, is_closed))
+        thread.start()
+        if is_closed.wait(_CLOSE_S):
+            thread.join()
+            return held
+        # Without its peer the socket waits for nothing.
+        held.close()
+        thread.join()
+        lingers.close()
+
+
+def _pass_and_close(path: str, passed: socket.socket, is_closed: threading.Event) -> None:
+    def close() -> None:
+        passed.close()
+        is_closed.set()
+
+    pass_descriptor(path, passed.fileno(), close)
 
 
 def hoard(hands: Hands, path: str, model: str, connections: int = 2000, questions: int = 300) -> Dict[str, int]:
