@@ -23,7 +23,7 @@ from weightd.client import Client
 from weightd.protocol.messages.status import ModelStatus
 from weightd.shared.paths import unix_path
 
-from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, Place, Question, Weightd, ask_all
+from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, Place, Question, Weightd, ask_all, assert_same
 
 pytestmark = [
     pytest.mark.e2e,
@@ -124,6 +124,29 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
         with daemon.client(place.address) as another:
             ask_all(another, "mlp", questions)
         assert daemon.end() == 0
+
+
+def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
+    mlp: Path, questions: list[Question], place: Place
+) -> None:
+    with (
+        place.serve({"mlp": {"path": mlp}}) as daemon,
+        daemon.client(place.zmq_address) as client,
+        daemon.client(place.zmq_address) as late,
+    ):
+        ask_all(client, "mlp", questions)
+        [gate] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "gate"]
+        resource.prlimit(gate, resource.RLIMIT_NOFILE, (1400, 1400))
+        # The kernel counts those of all processes of a user, here root.
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for _ in range(8):
+                socket.send_fds(ours, [b"\0"], [0] * 250)
+            pending = late.submit("mlp", questions[0].inputs)
+            ask_all(client, "mlp", questions)
+            assert not pending.done()
+        assert_same(pending.result(), questions[0].answer)
+        assert gate in census.families([daemon.pid])
 
 
 def closed(descriptor: int) -> None:

@@ -211,6 +211,20 @@ def test_descriptors_come_with_their_messages_even_where_they_had_to_wait(ends: 
         os.close(pipe)
 
 
+def test_a_queued_message_goes_with_the_next_flush_and_brings_its_descriptor(ends: Tuple[Stream, Stream]) -> None:
+    sender, receiver = ends
+    sender.send([b"first"])
+    sender.queue([b"second", b""], [0])
+    assert not sender.send([b"third"])
+    assert [message.frames for message in receiver.receive()] == [[b"first"]]
+    assert sender.flush()
+    messages = [*receiver.receive(), *receiver.receive()]
+    assert [message.frames for message in messages] == [[b"second", b""], [b"third"]]
+    received = receiver.descriptors.popleft()
+    assert same(received, 0)
+    os.close(received)
+
+
 def test_descriptors_that_nobody_takes_or_gets_are_closed(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     before = open_descriptors()

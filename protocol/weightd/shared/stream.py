@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outgoing
+from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outgoing, head
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
@@ -141,6 +141,14 @@ class Stream:
                 return not self._outgoing.nbytes
         self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
         return False
+
+    def queue(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
+        """Leave a message to `flush`. Like `send`, this neither copies the frames nor takes the descriptors.
+
+        Raises:
+            OSError: there is no number for a copy of a descriptor; the message is not queued.
+        """
+        self._outgoing.put([head(frames), *frames], [os.dup(each) for each in descriptors])
 
     def flush(self) -> bool:
         """Send what is left; return whether nothing is left now.

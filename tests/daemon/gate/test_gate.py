@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import select
@@ -561,6 +562,84 @@ def test_a_client_that_leaves_is_gone_for_the_daemon(start: Start) -> None:
     assert lane.connection.recv(1) == b""
     while scene.daemon.peers != 1:
         scene.daemon.hear()
+
+
+# --- the link to the daemon -------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """The gate's end of its link, to which the kernel passes no descriptor while it refuses."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.error = 0
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def sendmsg(self, pieces: Any, ancillary: Any = ()) -> int:
+        if self.error and ancillary:
+            self.refused += 1
+            raise OSError(self.error, os.strerror(self.error))
+        return self._connection.sendmsg(pieces, ancillary)
+
+
+@pytest.fixture
+def refusing(start: Start) -> tuple[Scene, Refusing]:
+    scene = start()
+    connection: Any = Refusing(scene.gate._link.connection)
+    scene.gate._link.connection = connection
+    return scene, connection
+
+
+def test_clients_wait_while_more_descriptors_are_in_flight_than_the_kernel_allows(
+    refusing: tuple[Scene, Refusing],
+) -> None:
+    scene, connection = refusing
+    early = scene.met()
+    connection.error = errno.ETOOMANYREFS
+    late = [scene.connect() for _ in range(3)]
+    for number, each in enumerate(late):
+        each.send(message([b"%d" % number]))
+        assert passes(*early)
+    # The first one, the one that is behind it, and the timer.
+    until(lambda: connection.refused >= 3, "the gate tries again")
+    connection.error = 0
+    assert {bytes(received(scene.daemon.meet())[0][0]) for _ in late} == {b"0", b"1", b"2"}
+
+
+def test_a_client_for_whom_the_link_has_no_descriptor_is_hung_up_alone(refusing: tuple[Scene, Refusing]) -> None:
+    scene, connection = refusing
+    early = scene.met()
+    connection.error = errno.EMFILE
+    late = scene.connect()
+    late.send(message([b"x"]))
+    assert late.rest() == b""
+    connection.error = 0
+    assert scene.daemon.told("is hung up: no stream to the daemon: Too many open files")
+    assert passes(*early)
+    scene.met()
+
+
+def test_last_answers_arrive_whatever_the_daemon_had_yet_to_read_of_the_link(start: Start) -> None:
+    scene = start()
+    peer, lane = scene.met()
+    scene.gate._link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    others = [scene.connect() for _ in range(20)]
+    for each in others:
+        each.send(message([b"x"]))
+    until(lambda: scene.gate._met == 21 and scene.gate._link.unsent > 0, "the link is full")
+    answer = bytes(2 * MIB)
+    lane.send([answer])
+    while not lane.flush():
+        pass
+    # The gate has read the answer, and holds it until its client reads.
+    until(lambda: scene.gate._kept >= MIB, "the gate has the answer")
+    scene.daemon.link.close()
+    # The ends of those that the daemon has not read are closed with the link.
+    until(lambda: scene.gate._met < 21, "some of the others have left")
+    assert peer.read(9 + len(answer))[9:] == answer
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

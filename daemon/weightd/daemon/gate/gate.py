@@ -8,6 +8,7 @@ alone: nothing more is read of what is for the other side.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import socket
 from collections.abc import Sequence
@@ -61,6 +62,9 @@ _LINES_S = 10.0
 # After more than this was kept, and nothing for some time, memory is given back to the kernel.
 _LARGE_BYTES = 1024 * 1024
 _QUIET_S = 1.0
+
+# While the kernel lets this process send no descriptor, the gate tries again after so long.
+_RETRY_S = 0.1
 
 # Of a connection: its own, and this end of its pair.
 _DESCRIPTORS = 2
@@ -134,7 +138,8 @@ class Gate:
         self._handshake_timer = Timer(self._end_handshakes)
         self._leave_timer = Timer(self._end_leaving)
         self._trim_timer = Timer(lambda _: memory.trim())
-        for timer in (self._handshake_timer, self._leave_timer, self._trim_timer):
+        self._link_timer = Timer(self._retry_link)
+        for timer in (self._handshake_timer, self._leave_timer, self._trim_timer, self._link_timer):
             self._loop.add_timer(timer)
         self._accepting = Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
         self._loop.add(link.fileno(), self._on_link)
@@ -421,8 +426,13 @@ class Gate:
         client.has_spoken = True
         self._met += 1
         self._loop.add(ours.fileno(), functools.partial(self._on_ready, client.far))
-        with theirs:
-            self._say(link.met(self._met, identity), theirs.fileno())
+        try:
+            with theirs:
+                self._say(link.met(self._met, identity), theirs.fileno())
+        except OSError as error:
+            # No descriptor is left for what the daemon has yet to read.
+            self._hang_up(client, f"no stream to the daemon: {error.strerror}")
+            return None
         return client.stream
 
     # --- daemon to clients --------------------------------------------------------------------------------------
@@ -621,15 +631,40 @@ class Gate:
         self._say(link.said(level, text))
 
     def _say(self, message: bytes, *descriptors: int) -> None:
-        with contextlib.suppress(ConnectionError):  # the daemon has gone: the link tells
-            if not self._link.send([message], descriptors):
-                self._loop.watch_writes(self._link.fileno(), self._flush_link)
+        """Send a message to the daemon.
+
+        Raises:
+            OSError: no descriptor is left for those that cannot be sent at once; the message is not sent.
+        """
+        if self._ends_at != _NEVER:
+            return  # the link is closed
+        try:
+            is_all = self._link.send([message], descriptors)
+        except ConnectionError:
+            return  # the daemon has gone: the link tells
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            self._link.queue([message], descriptors)
+            is_all = False
+        if not is_all:
+            self._loop.watch_writes(self._link.fileno(), self._flush_link)
 
     def _flush_link(self) -> None:
-        with contextlib.suppress(ConnectionError):  # as above
+        try:
             if not self._link.flush():
                 return
+        except ConnectionError:
+            pass  # as above
+        except OSError:
+            # Processes of this user have more descriptors in flight than the kernel allows this process (unix(7),
+            # ETOOMANYREFS). The link can be written to all the while.
+            self._link_timer.set(clock.now() + _RETRY_S)
         self._loop.unwatch_writes(self._link.fileno())
+
+    def _retry_link(self, _: float) -> None:
+        if self._ends_at == _NEVER:
+            self._loop.watch_writes(self._link.fileno(), self._flush_link)
 
     def _on_link(self) -> None:
         try:
