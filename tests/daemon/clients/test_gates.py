@@ -228,6 +228,22 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     assert {identity.key for _, identity in daemon.lanes.values()} >= {other.decode()}
 
 
+# More than a header of the wire may have, and more than a socket takes at once.
+@pytest.mark.parametrize("count", [2_000, 20_000])
+def test_a_gate_is_told_all_keys_however_many_they_are(
+    serve: Callable[..., Daemon], connect: Callable[..., Socket], count: int
+) -> None:
+    keys = [f"{number:040}" for number in range(count)]
+    lock = Lock(tenants=[Members("team", [os.getuid()], keys=keys)])
+    daemon = serve(lock=lock)
+    client = connect()
+    assert ask(client, b"first") == [b"first"]
+    daemon.gates.admit({"default": lock})
+    until(lambda: not any(each.stream and each.stream.unsent for each in daemon.gates._posts), "all was sent")
+    assert ask(client, b"second") == [b"second"]
+    assert [each.restarts for each in daemon.gates.gates] == [0]
+
+
 def test_whoever_has_shown_no_key_pushes_out_nobody_who_has(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], address: str
 ) -> None:

@@ -173,7 +173,8 @@ class Gates:
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
-                    post.stream.send([link.admits(post.terms.keys, post.terms.tenants)])
+                    is_all = post.stream.send([link.admits(post.terms.keys, post.terms.tenants)])
+                    self._flush_unless(is_all, post.stream)
 
     def close(self) -> None:
         """Have all end, once they have passed on what was said to them; wait for that some seconds."""
@@ -205,14 +206,26 @@ class Gates:
         self._by_number[number] = post.gate
         with its:
             try:
-                zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
+                is_all = zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
             except OSError as error:
                 # It has just died: the end of the link is heard in a moment.
                 _log.debug("the gate of listener %s cannot be asked for: %s", post.gate.name, error.strerror)
                 del self._by_number[number]
             else:
+                self._flush_unless(is_all, zygote.stream)
                 self._asked[number] = now + _FORK_LIMIT_S
                 self._hang_timer.due_by(self._asked[number])
+
+    def _flush_unless(self, is_all: bool, stream: Stream) -> None:
+        """Send what is left for a gate or the zygote as soon as it reads."""
+        if not is_all:
+            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
+
+    def _flush(self, stream: Stream) -> None:
+        with contextlib.suppress(OSError):  # it has died: a read tells
+            if not stream.flush():
+                return
+        self._loop.unwatch_writes(stream.fileno())
 
     def _start_due(self, now: float) -> None:
         for post in self._posts:

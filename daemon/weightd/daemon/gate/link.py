@@ -1,4 +1,4 @@
-"""What daemon, zygote and gates say to each other: small messages of JSON, over `Stream`.
+"""What daemon, zygote and gates say to each other: messages of JSON, over `Stream`.
 
 daemon to zygote   Terms.frames, with the gate's end of its link and its listening socket: make a gate
 zygote to daemon   News: a gate's pid, and once it has ended how
@@ -10,10 +10,14 @@ how many are left, once somebody has gone; Said, for the log
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from weightd.daemon.host.membership import Members
+from weightd.protocol.framing import Incoming
+from weightd.protocol.limits import MAX_FRAME_BYTES
+from weightd.shared.stream import Stream
 
 # As in `logging`, which a gate does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40
@@ -108,6 +112,11 @@ class News(NamedTuple):
     def frame(self) -> bytes:
         """Return it as it is sent."""
         return json.dumps(self).encode()
+
+
+def to_daemon(connection: socket.socket, *, takes_descriptors: bool = False) -> Stream:
+    """Return the end of a link that the daemon's messages come to: each has all keys and tenants, however many."""
+    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), takes_descriptors=takes_descriptors)
 
 
 def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:

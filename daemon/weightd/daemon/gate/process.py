@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from weightd.daemon.gate import confinement
 from weightd.daemon.gate.gate import Gate
-from weightd.daemon.gate.link import Terms
+from weightd.daemon.gate.link import Terms, to_daemon
 from weightd.daemon.gate.memory import go_before_the_daemon, mapped_bytes
 from weightd.daemon.gate.separate import Separate
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.crowding import allow_descriptors
-from weightd.shared.stream import Stream
 
 if TYPE_CHECKING:
     from weightd.daemon.host.closing import Closing
@@ -33,7 +32,7 @@ def run(link: socket.socket, listener: socket.socket, terms: Terms) -> None:
     listener.setblocking(False)
     separate = Separate() if terms.secret else None
     closing = None if refuse_descriptors(listener) else _closing()
-    gate = Gate(listener, Stream(link), terms, separate, closing)
+    gate = Gate(listener, to_daemon(link), terms, separate, closing)
     confinement.give_up_rights()
     if separate is not None:
         separate.start()

@@ -62,13 +62,15 @@ class Zygote:
         self.pid = pid
         self.stream = Stream(connection)
 
-    def ask(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> None:
+    def ask(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
         """Have a gate made: see `Terms.frames`; it gets these descriptors: of its link, and of its listening socket.
+
+        Return whether all was sent; what is left goes with the stream's `flush`.
 
         Raises:
             OSError: not now, or never.
         """
-        self.stream.send(frames, descriptors)
+        return self.stream.send(frames, descriptors)
 
     def kill(self) -> None:
         """Have the kernel end it, and with it its gates, whatever state it is in: its stream tells."""
@@ -157,7 +159,7 @@ def _serve_for(parent: int, connection: socket.socket) -> None:
     os.setsid()
     os.chdir("/")
     signals.reset(*_IGNORES)
-    _Nursery(Stream(connection, takes_descriptors=True)).run()
+    _Nursery(link.to_daemon(connection, takes_descriptors=True)).run()
 
 
 class _Nursery:
