@@ -7,6 +7,7 @@ import json
 import re
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -246,6 +247,35 @@ def test_requests_that_are_sent_ahead_wait_at_the_client(echo: HttpGateway) -> N
                 sent[peer] += peer.send(memoryview(request)[sent[peer] % len(request) :])
             # The kernel keeps some megabytes of each connection, and the gateway 32 requests.
             assert sum(sent.values()) - sum(answered) * len(request) < 32_000_000
+
+
+@pytest.mark.parametrize("kind", ["length", "chunked", "refused"])
+def test_requests_that_follow_late_bodies_are_all_answered(echo: HttpGateway, kind: str) -> None:
+    """More bodies come after their headers than aiohttp's queue has places."""
+    path = b"/v2/none" if kind == "refused" else b"/v2/models/m/infer"
+    chunked = kind == "chunked"
+    header = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) if chunked else BODY
+    get, count = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n", 500
+    with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection:
+        for _ in range(40):
+            connection.sendall(
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\n%s\r\nExpect: 100-continue\r\n\r\n" % (path, header)
+            )
+            first = connection.recv(65536)
+            connection.sendall(body)
+            if kind == "refused":
+                assert first.startswith(b"HTTP/1.1 404")
+            else:
+                assert first == b"HTTP/1.1 100 Continue\r\n\r\n"
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        sender = threading.Thread(target=connection.sendall, args=(get * count,))
+        sender.start()
+        answers = bytearray()
+        while answers.count(b"HTTP/1.1 200") < count and (received := connection.recv(1 << 16)):
+            answers += received
+        sender.join(30)
+    assert answers.count(b"HTTP/1.1 200") == count
 
 
 def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) -> None:

@@ -143,6 +143,8 @@ class Connection(RequestHandler):
 
     def __init__(self, crowd: Crowd, turns: Turns, peer: Peer, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, **options)
+        self._make_request: Any = self._request_factory
+        self._request_factory = self._made
         self._crowd = crowd
         self._turns = turns
         self.peer = peer
@@ -188,6 +190,26 @@ class Connection(RequestHandler):
                 self._queue()
         if self._unparsed:
             self._hold()
+
+    def _made(self, message: Any, payload: Any, *rest: Any) -> web.BaseRequest:
+        """Make a request that aiohttp has taken out of its queue, perhaps before its body is complete."""
+        if not payload.is_eof():
+            # aiohttp calls this before it counts the request.
+            payload.on_eof(partial(asyncio.get_running_loop().call_soon, self._complete))
+        request: web.BaseRequest = self._make_request(message, payload, *rest)
+        return request
+
+    def _complete(self) -> None:
+        """Free the place of a request in the parser, which holds no more than aiohttp's queue.
+
+        aiohttp frees it when it takes the request out of the queue. The parser takes the place when the body is
+        complete, which may be later: it would keep that place until the connection ends.
+        """
+        if self.transport is None or self._parser is None:
+            return
+        self._parser.message_consumed()
+        if not self._is_paused():
+            super().data_received(b"")
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Go on with the body of a request, in the next pass of the loop.
