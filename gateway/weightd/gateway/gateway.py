@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weightd.gateway.callers import Identities
 from weightd.gateway.config.table import GatewayConfig
+from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
 from weightd.gateway.service import Service
@@ -24,6 +25,7 @@ class Gateway:
         regions: memory that callers share.
         helpers: the processes that parse and render many values.
         sockets: on which a service manager listens for HTTP.
+        handshakes: TLS handshakes under way.
     """
 
     config: GatewayConfig
@@ -32,3 +34,4 @@ class Gateway:
     regions: Regions
     helpers: Helpers
     sockets: Sequence[socket.socket] = ()
+    handshakes: Handshakes = field(default_factory=Handshakes)

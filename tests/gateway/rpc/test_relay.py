@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from weightd.gateway.admission import Admission
+from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.rpc import frames, relay
 from weightd.gateway.rpc.frames import PREFACE, Heads
 from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Relay
@@ -75,7 +76,7 @@ PEER = Peer("uid 7", 7)
 def relayed(monkeypatch: pytest.MonkeyPatch) -> Relay:
     NOW[0] = 100.0
     monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: NOW[0]))
-    return Relay(Path("/nowhere"), Admission(100, 0.0), 5.0)
+    return Relay(Path("/nowhere"), Admission(100, 0.0), 5.0, Handshakes())
 
 
 def run(story: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from weightd.gateway import listening
+from weightd.gateway import handshakes, listening
 from weightd.gateway.admission import Admission
 from weightd.gateway.arrays import to_json
 from weightd.gateway.config import places
@@ -111,12 +111,14 @@ class Rest:
         self, connection: socket.socket, peer: Peer, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
     ) -> None:
         self._admission.leaves(peer)
-        patience = self._gateway.config.receive_timeout if tls else None
+        make = partial(self._connection, manager, turns, peer)
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                partial(self._connection, manager, turns, peer), connection, ssl=tls, ssl_handshake_timeout=patience
-            )
-        except (OSError, asyncio.CancelledError):
+            if tls is None:
+                await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+            else:
+                patience = self._gateway.config.receive_timeout
+                await self._gateway.handshakes.complete(connection, peer, tls, patience, make)
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             connection.close()
 
     def _connection(self, manager: web.Server, turns: Turns, peer: Peer) -> Connection:
@@ -163,6 +165,7 @@ def _hosts(config: GatewayConfig) -> frozenset[str]:
 
 def _crowd(config: GatewayConfig) -> Crowd:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(1, min(config.max_connections, descriptors - _OTHERS))
+    others = _OTHERS + (handshakes.MOST if config.tls_cert else 0)
+    most = max(1, min(config.max_connections, descriptors - others))
     limits = dict.fromkeys((Phase.HEADER, Phase.BODY, Phase.READING), config.receive_timeout)
     return Crowd(most, {**limits, Phase.IDLE: config.idle_timeout}, time.monotonic)

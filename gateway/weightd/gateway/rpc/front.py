@@ -94,7 +94,7 @@ class RpcFront:
         # Others may not enter it: the relay is the only client of gRPC's library.
         self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
         inner = Path(self._directory.name, "grpc")
-        self.relay = Relay(inner, self._admission, config.receive_timeout)
+        self.relay = Relay(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
         self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])

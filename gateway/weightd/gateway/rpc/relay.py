@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.gateway.admission import Admission
+from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.listening import common_name
 from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway
 from weightd.shared.peers import UNKNOWN, Peer
@@ -52,11 +53,13 @@ class Relay:
         path: where gRPC's library listens.
         admission: of the connections.
         patience: seconds within which a client has to complete the handshake of TLS, and the preface of HTTP/2.
+        handshakes: TLS handshakes under way.
     """
 
-    def __init__(self, path: Path, admission: Admission, patience: float) -> None:
+    def __init__(self, path: Path, admission: Admission, patience: float, handshakes: Handshakes) -> None:
         self._path = str(path)
         self._admission = admission
+        self._handshakes = handshakes
         self._patience = patience
         # Nobody can take a name that cannot be guessed.
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
@@ -95,9 +98,11 @@ class Relay:
         try:
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = None if tls is None else self._patience
-            await loop.connect_accepted_socket(lambda: client, connection, ssl=tls, ssl_handshake_timeout=handshake)
-        except (OSError, asyncio.CancelledError):
+            if tls is None:
+                await loop.connect_accepted_socket(lambda: client, connection)
+            else:
+                await self._handshakes.complete(connection, peer, tls, self._patience, lambda: client)
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             client.abort()
             client.release()
             connection.close()

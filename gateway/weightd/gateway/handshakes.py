@@ -1,0 +1,326 @@
+"""TLS handshakes of all protocols: in turns between peers, within a share of the event loop's time.
+
+A client that replays one ClientHello pays nothing, and the gateway has to sign its answer to each one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+from weightd.gateway.fairqueue import FairQueue
+from weightd.gateway.shares import Shares
+from weightd.shared.peers import Peer
+from weightd.shared.seldom import Seldom
+
+_log = logging.getLogger("weightd.gateway")
+
+Work = Callable[[], None]
+
+SHARE = 0.25
+"""Part of the event loop's time that handshakes may take."""
+
+MOST = 1024
+"""Connections whose handshake is not complete. A peer may have at most three times as many as it leaves to others."""
+
+MOST_BEGUN = 64
+"""Those whose handshake has begun, which takes about 300 KB; the others wait. A peer's part of them is as above."""
+
+BEGUN_S = 10.0
+"""Seconds in which a handshake that has begun has to be complete."""
+
+# Between two lines of the log about refused handshakes of one peer.
+_QUIET_S = 10.0
+
+
+class Pace:
+    """Runs pieces of work one by one, with pauses that keep them to a share of the time. Pure: no I/O.
+
+    The next piece is one of the peer that has used the fewest seconds.
+
+    Args:
+        share: part of the time that the pieces may take.
+        later: calls a function after so many seconds.
+        clock: tells the time in seconds.
+    """
+
+    def __init__(self, share: float, later: Callable[[float, Work], object], clock: Callable[[], float]) -> None:
+        self._pause = 1.0 / share - 1.0
+        self._later = later
+        self._clock = clock
+        self._waiting: FairQueue[Work] = FairQueue()
+        self._is_pausing = False
+
+    def run(self, key: str, work: Work) -> None:
+        """Run a piece of work of a peer now, or when it is the turn of the peer."""
+        self._waiting.put(key, work)
+        if not self._is_pausing:
+            self._next()
+
+    def _next(self) -> None:
+        self._is_pausing = False
+        if not self._waiting:
+            return
+        self._is_pausing = True
+        key, work = self._waiting.get()
+        begun = self._clock()
+        try:
+            work()
+        finally:
+            seconds = self._clock() - begun
+            self._waiting.charge(key, seconds)
+            self._later(self._pause * seconds, self._next)
+
+
+class Places:
+    """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
+
+    Args:
+        most: places; how many each peer may have of that is for `Shares` to say.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._shares = Shares(most)
+        self._waiting: dict[str | None, deque[Work]] = {}
+
+    def take(self, key: str | None, begin: Work) -> None:
+        """Call a function when there is a place: now, or within `give` for another one."""
+        if key not in self._waiting and self._shares.take(key):
+            begin()
+        else:
+            self._waiting.setdefault(key, deque()).append(begin)
+
+    def give(self, key: str | None, begin: Work) -> None:
+        """Free the place of a user, or have it wait no more."""
+        if begin in self._waiting.get(key, ()):
+            self._waiting[key].remove(begin)
+            if not self._waiting[key]:
+                del self._waiting[key]
+            return
+        self._shares.give(key)
+        for each in [*self._waiting]:
+            if self._shares.take(each):
+                # The peer's next turn comes after those of all others.
+                queue = self._waiting.pop(each)
+                following = queue.popleft()
+                if queue:
+                    self._waiting[each] = queue
+                following()
+
+
+class Handshakes:
+    """The TLS handshakes of all connections of this process.
+
+    Args:
+        most: connections whose handshake is not complete.
+        most_begun: of them, those whose handshake has begun.
+    """
+
+    def __init__(self, most: int = MOST, most_begun: int = MOST_BEGUN) -> None:
+        self._most = most
+        self._shares = Shares(most)
+        self._begun = Places(most_begun)
+        self._pace = Pace(SHARE, _call_later, time.perf_counter)
+        self._refusals = Seldom(_QUIET_S)
+
+    @property
+    def taken(self) -> int:
+        """How many connections there are whose handshake is not complete."""
+        return self._shares.taken
+
+    async def complete(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        context: ssl.SSLContext,
+        patience: float,
+        make: Callable[[], asyncio.Protocol],
+    ) -> None:
+        """Complete the handshake of a connection and attach a protocol to it.
+
+        Args:
+            connection: a connected socket. It is closed where the handshake fails.
+            peer: the other end.
+            context: of the server.
+            patience: seconds until the handshake has to be complete.
+            make: returns the protocol; called after the handshake.
+
+        Raises:
+            OSError: the handshake fails, or the peer has as many under way as it may have.
+            asyncio.TimeoutError: other handshakes took all the time.
+        """
+        key = None if peer.is_operator else peer.key
+        if not self._shares.take(key):
+            connection.close()
+            why = f"{peer.key} has its share of {self._most} TLS handshakes under way"
+            untold = self._refusals.tell(peer.key, time.monotonic())
+            if untold is not None:
+                more = f" ({untold} more since the last such line)" if untold else ""
+                _log.warning("new connection refused: %s%s", why, more)
+            raise ConnectionAbortedError(why)
+        place = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            if not place.done():
+                place.set_result(None)
+
+        self._begun.take(key, begin)
+        try:
+            try:
+                await asyncio.wait_for(place, patience)
+            except BaseException:
+                connection.close()
+                raise
+            await self._complete(connection, peer, context, min(patience, BEGUN_S), make)
+        finally:
+            self._begun.give(key, begin)
+            self._shares.give(key)
+
+    async def _complete(
+        self,
+        connection: socket.socket,
+        peer: Peer,
+        context: ssl.SSLContext,
+        patience: float,
+        make: Callable[[], asyncio.Protocol],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        raw, _ = await loop.connect_accepted_socket(_Paused, connection)
+        early = _Early()
+        upgrade = loop.create_task(
+            loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=patience)
+        )
+        try:
+            # The task has set asyncio's protocol for TLS by then, which has received nothing yet.
+            await asyncio.sleep(0)
+            inner = raw.get_protocol()
+            raw.set_protocol(_Gate(raw, inner, connection, partial(self._pace.run, peer.key)))
+            transport = await upgrade
+        except BaseException:
+            upgrade.cancel()
+            raw.abort()
+            raise
+        if transport is None or raw.is_closing():
+            raw.abort()
+            raise ConnectionResetError("the client has left after the handshake")
+        raw.set_protocol(inner)
+        early.hand_over(transport, make())
+
+
+def _call_later(seconds: float, work: Work) -> object:
+    return asyncio.get_running_loop().call_later(seconds, work)
+
+
+class _Paused(asyncio.Protocol):
+    """Reads nothing until the handshake begins."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).pause_reading()
+
+
+class _Gate(asyncio.Protocol):
+    """Passes on what has been received to asyncio's TLS protocol when it is the peer's turn, and reads no more before.
+
+    Args:
+        raw: the transport of the socket.
+        inner: asyncio's protocol for TLS.
+        connection: the socket.
+        run: runs work when it is the peer's turn.
+    """
+
+    def __init__(
+        self,
+        raw: asyncio.Transport,
+        inner: asyncio.BaseProtocol,
+        connection: socket.socket,
+        run: Callable[[Work], None],
+    ) -> None:
+        self._raw = raw
+        self._inner = inner
+        self._connection = connection
+        self._run = run
+
+    def data_received(self, data: bytes) -> None:
+        self._raw.pause_reading()
+        self._run(partial(self._pass_on, data))
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._raw.is_closing():
+            return
+        if _has_ended(self._connection):
+            self._raw.abort()
+            return
+        _feed(self._inner, data)
+        self._raw.resume_reading()
+
+    def eof_received(self) -> bool | None:
+        return cast(asyncio.Protocol, self._inner).eof_received()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._inner.connection_lost(cast("Exception | None", exc))
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+
+class _Early(asyncio.Protocol):
+    """Keeps what comes between the handshake and `hand_over`."""
+
+    def __init__(self) -> None:
+        self._protocol: asyncio.Protocol | None = None
+        self._data = b""
+        self._has_ended = False
+
+    def hand_over(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+        """Attach the protocol that has the connection from now on."""
+        self._protocol = protocol
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if self._data:
+            protocol.data_received(self._data)
+        if self._has_ended and not protocol.eof_received():
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+
+    def eof_received(self) -> bool:
+        self._has_ended = True
+        return True
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        # asyncio may have scheduled this call before `hand_over`.
+        if self._protocol is not None:
+            self._protocol.connection_lost(cast("Exception | None", exc))
+
+
+def _feed(protocol: asyncio.BaseProtocol, data: bytes) -> None:
+    if not isinstance(protocol, asyncio.BufferedProtocol):
+        cast(asyncio.Protocol, protocol).data_received(data)
+        return
+    while data:
+        buffer = memoryview(protocol.get_buffer(len(data)))
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        protocol.buffer_updated(count)
+        data = data[count:]
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the client has closed its end, which nobody does before the handshake is complete."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
