@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.turns import PIECE_S, SLICE_S, Piece, Turns
+from weightd.gateway.turns import PASSES, PIECE_S, SLICE_S, Piece, Turns
 
 
 class World:
@@ -75,6 +76,21 @@ def test_work_that_fails_leaves_the_rest() -> None:
     except ValueError:
         world.one_pass()
     assert world.done == ["a", "a"]
+
+
+def test_of_requests_that_were_sent_ahead_one_begins_in_some_passes() -> None:
+    world = World()
+    for key in "aaab":
+        world.turns.ahead.run(key, partial(world.done.append, key))
+    begun = [len(world.done)]
+    for _ in range(4 * PASSES):
+        world.one_pass()
+        begun.append(len(world.done))
+    assert begun == [1] * PASSES + [2] * PASSES + [3] * PASSES + [4] * (PASSES + 1)
+    assert world.done == ["a", "a", "b", "a"]
+    assert not world.next, "an idle loop has nothing to do"
+    world.turns.ahead.run("b", partial(world.done.append, "b"))
+    assert world.done[-1] == "b"
 
 
 def test_pieces_are_as_large_as_a_their_time_allows() -> None:

@@ -14,15 +14,60 @@ PIECE_S = 2.5e-4
 """Time of one piece of what a connection has sent. A request takes as much again once it is parsed."""
 
 
+PASSES = 8
+"""Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
+
+
+class Ahead:
+    """Begins requests that were sent ahead one by one, in turns between peers, with passes for other work in between.
+
+    Args:
+        later: calls a function in the next pass of the loop.
+    """
+
+    def __init__(self, later: Callable[[Work], object]) -> None:
+        self._later = later
+        self._passes = 0
+        self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
+
+    def run(self, key: str, begin: Work) -> None:
+        """Begin a request of a peer now, or when it is the turn of the peer."""
+        self._waiting.setdefault(key, deque()).append(begin)
+        if not self._passes:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._waiting:
+            return
+        key, queue = self._waiting.popitem(last=False)
+        begin = queue.popleft()
+        if queue:
+            self._waiting[key] = queue
+        self._passes = PASSES
+        self._later(self._pass)
+        begin()
+
+    def _pass(self) -> None:
+        self._passes -= 1
+        if self._passes:
+            self._later(self._pass)
+        else:
+            self._next()
+
+
 class Turns:
     """Runs pieces of work at once while the pass of the loop has time left, and queues them by peer otherwise.
 
     Args:
         later: calls a function in the next pass of the loop.
         clock: tells the time in seconds.
+
+    Attributes:
+        ahead: begins requests that were sent ahead.
     """
 
     def __init__(self, later: Callable[[Work], object], clock: Callable[[], float]) -> None:
+        self.ahead = Ahead(later)
         self._later = later
         self._clock = clock
         self._left = SLICE_S
@@ -71,7 +116,7 @@ class Piece:
 
     LEAST = 2 * 1024
     MOST = 256 * 1024
-    FIRST = 16 * 1024
+    FIRST = 2 * 1024
 
     def __init__(self) -> None:
         self.size = self.FIRST

@@ -313,7 +313,7 @@ class Connection(RequestHandler):
             if self._messages:
                 # A request that the client has sent ahead is answered when it is the peer's turn.
                 turn = asyncio.get_running_loop().create_future()
-                self._turns.run(self.peer.key, partial(_resolve, turn))
+                self._turns.ahead.run(self.peer.key, partial(_resolve, turn))
                 await turn
 
     def handle_error(
