@@ -14,7 +14,7 @@ PIECE_S = 2.5e-4
 """Time of one piece of what a connection has sent. A request takes as much again once it is parsed."""
 
 
-PASSES = 8
+PASSES = 32
 """Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
 
 
