@@ -80,13 +80,17 @@ def test_work_that_fails_leaves_the_rest() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
     places, has, waits = Places(8), list[tuple[str, Callable[[], None]]](), list[tuple[str, Callable[[], None]]]()
+
+    def beginning(key: str) -> Callable[[], None]:
+        def begin() -> None:
+            waits.remove((key, begin))
+            has.append((key, begin))
+
+        return begin
+
     for key, comes in steps:
         if comes:
-
-            def begin(key: str = key) -> None:
-                waits.remove((key, begin))
-                has.append((key, begin))
-
+            begin = beginning(key)
             waits.append((key, begin))
             places.take(key, begin)
         elif mine := [each for each in has + waits if each[0] == key]:

@@ -407,10 +407,14 @@ def test_a_message_without_tensors_is_short(server: Served) -> None:
         METHOD("TraceSetting"),
     ],
 )
-def test_a_connection_ends_that_sends_a_long_message_to_a_method_of_short_ones(path: str) -> None:
+def test_a_connection_ends_that_sends_a_long_message_to_a_method_of_short_ones(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with served(tcp=True) as server, connected(server.target) as channel, connected(server.target) as other:
-        error = refusal(lambda: list(channel.stream_stream(path)(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
-        assert "expected at most 65536 bytes of messages of each call" in error.details()
+        # The reason does not always arrive: the client is still sending.
+        refusal(lambda: list(channel.stream_stream(path)(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
+        [text] = caplog.messages
+        assert "expected at most 65536 bytes of messages of each call" in text
         assert other.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
 
 
