@@ -398,26 +398,6 @@ def test_a_message_without_tensors_is_short(server: Served) -> None:
         assert code_of(partial(ask, long + b"\x0a\x00", timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/Watch",
-        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
-        METHOD("TraceSetting"),
-    ],
-)
-def test_a_connection_ends_that_sends_a_long_message_to_a_method_of_short_ones(
-    path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with served(tcp=True) as server, connected(server.target) as channel, connected(server.target) as other:
-        # The reason does not always arrive: the client is still sending.
-        refusal(lambda: list(channel.stream_stream(path)(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
-        [text] = caplog.messages
-        assert "expected at most 65536 bytes of messages of each call" in text
-        assert other.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
-
-
 def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
 
@@ -110,7 +110,6 @@ class Calls:
         most_bytes: of a message.
         patience: seconds within which a message comes that somebody has a seat for.
         peer: returns the peer of a connection by what gRPC's library calls it.
-        receiving: lets a connection, by the same name, send long messages within a block.
     """
 
     def __init__(
@@ -120,13 +119,11 @@ class Calls:
         most_bytes: int,
         patience: float,
         peer: Callable[[str], Peer],
-        receiving: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._identities = identities
         self.most_bytes = most_bytes
         self._patience = patience
         self._peer = peer
-        self._receiving = receiving
         self._seldom = Seldom(_QUIET_S)
         self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
         self._unsent_probes = Shares(MOST_PROBES)
@@ -193,10 +190,6 @@ class Calls:
         with self._probes.one(self.stranger(context)) if is_open else self.seats.one(caller) as seat:
             yield Call(caller, seat, parent, context.time_remaining(), peer.is_local)
 
-    def receiving(self, context: Context) -> AbstractContextManager[None]:
-        """Let the connection of a call send long messages within a block."""
-        return self._receiving(context.peer())
-
     def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
         caller, trace = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
@@ -223,8 +216,7 @@ class Calls:
             ResourceExhausted: there is no room for it.
         """
         slow = partial(_is_late, PROMPT_S) if is_open else partial(seat.take, self.most_bytes)
-        expected = self.receiving(context) if most > MOST_ASKED_BYTES else nullcontext()
-        with expected, _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
+        with _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")

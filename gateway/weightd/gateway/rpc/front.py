@@ -145,7 +145,6 @@ class RpcFront:
             config.max_body_bytes,
             config.receive_timeout,
             self.relay.peer,
-            self.relay.receiving,
         )
         memory = Memory(gateway.regions, service.room, gateway.helpers)
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)

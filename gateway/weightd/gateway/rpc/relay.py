@@ -13,15 +13,14 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from weightd.gateway.admission import Admission
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.listening import common_name
-from weightd.gateway.rpc.frames import DATA, MOST_UNANSWERED_BYTES, SHORT_BYTES, Frames, Heads, LimitExceeded, goaway
+from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway
 from weightd.shared.peers import UNKNOWN, Peer
 from weightd.shared.seldom import Seldom
 from weightd.shared.tokenbuckets import TokenBuckets
@@ -42,11 +41,7 @@ _QUIET_S = 10.0
 CALLS_PER_S = 1000.0
 CALLS_BURST = 1000.0
 
-# A connection whose calls have sent too many bytes of messages that no call with a place waits for is closed after so
-# many seconds. gRPC's library keeps what has come of a message, and makes room for all that the message announces.
-_FULL_S = 0.5
-
-# So many bytes are counted before the limits are looked at; what exceeds them is tried again after so long.
+# So many bytes are counted before the limit of calls is looked at; what exceeds it is tried again after so long.
 _STEP_BYTES = 8192
 _WAIT_S = 0.01
 
@@ -70,7 +65,6 @@ class Relay:
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
         self._numbers = itertools.count(1)
         self._peers: dict[str, Peer] = {}
-        self._by_name: dict[str, _Client] = {}
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._violations = Seldom(_QUIET_S)
@@ -79,19 +73,6 @@ class Relay:
     def peer(self, called: str) -> Peer:
         """Return the peer of a connection by what gRPC's library calls it."""
         return self._peers.get(called.removeprefix(_ABSTRACT), UNKNOWN)
-
-    @contextmanager
-    def receiving(self, called: str) -> Generator[None, None, None]:
-        """Let a connection send a long message within the block; `called`: what gRPC's library calls the connection."""
-        client = self._by_name.get(called.removeprefix(_ABSTRACT))
-        if client is None:
-            yield
-            return
-        client.expect(1)
-        try:
-            yield
-        finally:
-            client.expect(-1)
 
     @property
     def peers(self) -> Mapping[str, Peer]:
@@ -148,18 +129,13 @@ class Relay:
             client.abort()
             return
         self._peers[name] = client.peer
-        self._by_name[name] = client
         task = asyncio.get_running_loop().create_task(self._connect(library, client, name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, library: socket.socket, client: _Client, name: str) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._forget(name)), library)
-
-    def _forget(self, name: str) -> None:
-        self._peers.pop(name, None)
-        self._by_name.pop(name, None)
+        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._peers.pop(name, None)), library)
 
     def violated(self, client: _Client, why: str) -> None:
         """Log a violation, and limit new connections of its peer."""
@@ -201,10 +177,6 @@ class _Client(asyncio.Protocol):
         # What is not passed on before the peer may begin calls again.
         self._held = b""
         self._waiting: asyncio.TimerHandle | None = None
-        # Calls that wait for a long message.
-        self._expecting = 0
-        # How often in succession the frames were full. This is no time, which passes while the process is stopped, too.
-        self._full = 0
         self._is_open = False
         self._is_released = False
         self._is_refused = False
@@ -262,38 +234,15 @@ class _Client(asyncio.Protocol):
         """Return how many bytes may be passed on now."""
         now = time.monotonic()
         allowed = 0
-        while allowed < len(data) and self._relay.may_call(self.peer, now) and self._may_send():
+        while allowed < len(data) and self._relay.may_call(self.peer, now):
             step = data[allowed : allowed + _STEP_BYTES]
             self._relay.calls(self.peer, self._frames.feed(step, now), now)
-            if self._expecting:
-                self._frames.forget()
             allowed += len(step)
         return allowed
 
-    def _may_send(self) -> bool:
-        if not self._frames.is_full:
-            self._full = 0
-            return True
-        self._full += 1
-        if self._full * _WAIT_S > _FULL_S:
-            raise LimitExceeded(
-                f"expected at most {SHORT_BYTES} bytes of messages of each call, and {MOST_UNANSWERED_BYTES} more, "
-                "while no call waits for a long message, got more"
-            )
-        return False
-
-    def expect(self, number: int) -> None:
-        """Count so many calls more, or fewer, that wait for a long message."""
-        self._expecting += number
-        self._frames.forget()
-        if self._held:
-            self._go_on()
-
     def _go_on(self) -> None:
         """Try again what is held."""
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        self._waiting = None
         self.data_received(b"")
         if not self._held:
             self._resume()
@@ -331,10 +280,7 @@ class _Client(asyncio.Protocol):
         """Send what gRPC's library sends."""
         if self._transport is None or self._is_refused:
             return
-        messages = 0
-        for kind, flags, _, stream in self._sent.feed(data):
-            messages += kind == DATA
-            self._frames.answered(kind, flags, stream)
+        messages = sum(kind == DATA for kind, _, _ in self._sent.feed(data))
         self._relay.calls(self.peer, -messages, time.monotonic())
         self._frames.passed_back(len(data))
         self._transport.write(data)
