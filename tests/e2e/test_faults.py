@@ -108,7 +108,7 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
     with service.client() as client:
         # Content that is lost with two workers would be refused.
         for _ in range(2):
-            pending = client.submit("loop", {"n": np.array([A_WHILE // 2])})
+            pending = client.submit("loop", {"n": np.array([A_WHILE])})
             until(lambda: any(each.in_flight for each in ready_workers(service, "loop")), "it runs")
             try:
                 for pid in stopped:
@@ -117,7 +117,7 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
             finally:
                 for pid in stopped:
                     os.kill(pid, signal.SIGCONT)
-            assert pending.result()["y"] == [A_WHILE // 2]
+            assert pending.result()["y"] == [A_WHILE]
     after = model_status(service, "loop")
     assert [each.pid for each in ready_workers(service, "loop")] == workers
     assert (after.deaths, after.failed, after.quarantined) == (before.deaths, before.failed, before.quarantined)
