@@ -104,6 +104,14 @@ def test_users_of_one_tenant_take_turns_however_many_connections_they_have(strea
     assert [fresh.are_needed(each) for each in (*many[:2], other)] == [False, False, True]
 
 
+def test_who_has_gone_after_a_reload_changed_its_user_has_no_turn(stream: Stream) -> None:
+    lanes, each = Lanes(), connection(stream, None, "uid 1")
+    lanes.wait(each)
+    each.origin = Origin("", "users without a tenant")
+    lanes.forget(each)
+    assert not lanes
+
+
 def test_who_has_gone_has_no_turn(stream: Stream) -> None:
     lanes = Lanes()
     nobody = connection(stream, None)

@@ -80,13 +80,13 @@ class Lanes:
 
     def forget(self, connection: Connection) -> None:
         """It has gone."""
-        user = connection.origin.far
+        # Its tenant and its user may be others since it began to wait: a reload changes them.
         for tenant, lane in list(self._lanes.items()):
-            connections = lane.get(user, {})
-            if connection in connections:
-                del connections[connection]
-                if not connections:
-                    del lane[user]
-                if not lane:
-                    del self._lanes[tenant]
-                    self._clock.goes(tenant)
+            for user, connections in list(lane.items()):
+                if connection in connections:
+                    del connections[connection]
+                    if not connections:
+                        del lane[user]
+            if not lane:
+                del self._lanes[tenant]
+                self._clock.goes(tenant)
