@@ -27,13 +27,13 @@ CALL = frame(frames.HEADERS, bytes(100), END_HEADERS) + frame(frames.DATA, bytes
 @given(st.lists(st.tuples(st.integers(0, 12), st.binary(max_size=40)), max_size=12), st.data())
 def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, bytes]], data: st.DataObject) -> None:
     stream = b"".join(frame(kind, payload) for kind, payload in content)
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int, int]] = []
     heads, position = Heads(), 0
     while position < len(stream):
         size = data.draw(st.integers(1, 30))
         found += heads.feed(stream[position : position + size])
         position += size
-    assert found == [(kind, 0, len(payload)) for kind, payload in content]
+    assert found == [(kind, 0, len(payload), 0) for kind, payload in content]
     assert heads.is_between
 
 
@@ -116,5 +116,5 @@ def test_a_control_frame_has_a_length() -> None:
 
 def test_the_reason_is_in_the_last_frame() -> None:
     content = frames.goaway("expected less")
-    assert [*Heads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9)]
+    assert [*Heads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9, 0)]
     assert content.endswith(b"\0\0\0\x0bexpected less")

@@ -398,6 +398,20 @@ def test_a_message_without_tensors_is_short(server: Served) -> None:
         assert code_of(partial(ask, long + b"\x0a\x00", timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", METHOD("ServerLive"), METHOD("TraceSetting")],
+)
+def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(path: str) -> None:
+    with served(tcp=True) as server, connected(server.target) as channel:
+        ask = channel.stream_stream(path)
+        error = refusal(lambda: list(ask(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
+        assert error.details() == "expected a message of at most 65536 bytes, got more"
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        # The rest of the message is no burden to other calls.
+        assert channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
+
+
 def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,15 +10,15 @@ import pytest
 from weightd.gateway.admission import Admission
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.rpc import frames, relay
-from weightd.gateway.rpc.frames import PREFACE, Heads
+from weightd.gateway.rpc.frames import MOST_UNANSWERED_BYTES, PREFACE, SHORT_BYTES, Heads
 from weightd.gateway.rpc.relay import CALLS_BURST, CALLS_PER_S, Relay
 from weightd.shared.peers import Peer
 
 END_HEADERS = 4
 
 
-def frame(kind: int, content: bytes = b"", flags: int = 0) -> bytes:
-    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + content
+def frame(kind: int, content: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
+    return len(content).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + content
 
 
 RESET_CALL = frame(frames.HEADERS, b"\x82", END_HEADERS) + frame(frames.RST_STREAM, bytes(4))
@@ -64,7 +64,7 @@ class Connected:
     @property
     def calls(self) -> int:
         """How many calls gRPC's library has seen."""
-        return sum(kind == frames.HEADERS for kind, _, _ in Heads().feed(self.far.written, len(PREFACE)))
+        return sum(kind == frames.HEADERS for kind, _, _, _ in Heads().feed(self.far.written, len(PREFACE)))
 
 
 _Client = relay._Client
@@ -126,6 +126,67 @@ def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Relay) -> None:
             NOW[0] += 1.0
             connected.client._go_on()
         assert connected.far.written == PREFACE + sent + RESET_CALL
+        assert not connected.near.is_paused
+
+    run(story)
+
+
+END_STREAM = 1
+
+
+def calls(*streams: int) -> bytes:
+    return b"".join(frame(frames.HEADERS, b"\x82", END_HEADERS, each) for each in streams)
+
+
+def data(stream: int, nbytes: int = 16 * 1024) -> bytes:
+    return frame(frames.DATA, bytes(nbytes), 0, stream)
+
+
+def test_messages_that_no_call_waits_for_are_limited(relayed: Relay) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        sent = calls(1, 3) + data(1) * 100 + data(3) * 100
+        connected.client.data_received(sent)
+        passed_on = len(connected.far.written)
+        limit = MOST_UNANSWERED_BYTES + 2 * SHORT_BYTES
+        assert limit < passed_on < limit + 100_000
+        assert connected.near.is_paused
+        assert connected.client.is_full
+        for _ in range(20):
+            connected.client._go_on()
+        assert len(connected.far.written) == passed_on
+        # A call has a place: its message may be long.
+        connected.client.expect(1)
+        assert (connected.far.written, connected.near.is_paused) == (PREFACE + sent, False)
+        connected.client.data_received(data(1) * 100)
+        connected.client.expect(-1)
+        assert connected.far.written == PREFACE + sent + data(1) * 100
+
+    run(story)
+
+
+@pytest.mark.parametrize("end", [frame(frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)])
+def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Relay, end: bytes) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        connected.client.data_received(calls(1, 3) + data(1) * 100)
+        assert connected.near.is_paused
+        connected.client.answer(end)
+        connected.client._go_on()
+        assert (connected.far.written, connected.near.is_paused) == (PREFACE + calls(1, 3) + data(1) * 100, False)
+
+    run(story)
+
+
+def test_short_messages_are_never_limited(relayed: Relay) -> None:
+    def story() -> None:
+        connected = Connected(relayed, PEER)
+        streams = [*range(1, 101, 2)]
+        connected.client.data_received(calls(*streams) + b"".join(data(each, 60_000) for each in streams))
+        # Of one call many, each of which is answered.
+        for _ in range(50):
+            connected.client.data_received(data(1, 60_000))
+            connected.client.answer(data(1, 5))
         assert not connected.near.is_paused
 
     run(story)

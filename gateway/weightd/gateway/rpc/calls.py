@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Generator, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -98,6 +98,22 @@ class Unimplemented(InvalidArgument):
 Method = Callable[[Call, Any], Awaitable[bytes]]
 
 
+class Connections(Protocol):
+    """The connections of clients, by what gRPC's library calls them."""
+
+    def peer(self, called: str) -> Peer:
+        """Return the peer of a connection."""
+        ...
+
+    def receiving(self, called: str) -> AbstractContextManager[None]:
+        """Let a connection send a long message within the block."""
+        ...
+
+    def is_full(self, called: str) -> bool:
+        """Return whether a connection has sent too many bytes of messages that no call waits for."""
+        ...
+
+
 class Calls:
     """Takes calls.
 
@@ -109,7 +125,7 @@ class Calls:
         seats: one for each request that is received or answered.
         most_bytes: of a message.
         patience: seconds within which a message comes that somebody has a seat for.
-        peer: returns the peer of a connection by what gRPC's library calls it.
+        connections: of the clients.
     """
 
     def __init__(
@@ -118,12 +134,12 @@ class Calls:
         seats: Seats,
         most_bytes: int,
         patience: float,
-        peer: Callable[[str], Peer],
+        connections: Connections,
     ) -> None:
         self._identities = identities
         self.most_bytes = most_bytes
         self._patience = patience
-        self._peer = peer
+        self._connections = connections
         self._seldom = Seldom(_QUIET_S)
         self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
         self._unsent_probes = Shares(MOST_PROBES)
@@ -167,7 +183,7 @@ class Calls:
 
     def stranger(self, context: Context) -> Caller:
         """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
-        return Caller(None, self._peer(context.peer()).key)
+        return Caller(None, self._connections.peer(context.peer()).key)
 
     @contextmanager
     def seated(self, context: Context, *, is_open: bool = False) -> Generator[Call, None, None]:
@@ -185,10 +201,14 @@ class Calls:
                 token = bearer(str(value))
             elif key == TRACEPARENT and (parent := trace(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
-        peer = self._peer(context.peer())
+        peer = self._connections.peer(context.peer())
         caller = PROBE if is_open else self._identities().of(token=token, common_name=peer.common_name)
         with self._probes.one(self.stranger(context)) if is_open else self.seats.one(caller) as seat:
             yield Call(caller, seat, parent, context.time_remaining(), peer.is_local)
+
+    def receiving(self, context: Context) -> AbstractContextManager[None]:
+        """Let the connection of a call send long messages within a block."""
+        return self._connections.receiving(context.peer())
 
     def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
@@ -207,7 +227,8 @@ class Calls:
         """Return the message, which the seat has from then on.
 
         gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
-        prompt takes as many bytes as a message may have; of whoever asks, nobody waits for the rest.
+        prompt takes as many bytes as a message may have; of whoever asks, nobody waits for the rest. The relay passes
+        on only the beginning of a long message that is sent where a short one is expected.
 
         Raises:
             InvalidArgument: there is none.
@@ -215,8 +236,16 @@ class Calls:
             DeadlineExceeded: it does not come in time.
             ResourceExhausted: there is no room for it.
         """
-        slow = partial(_is_late, PROMPT_S) if is_open else partial(seat.take, self.most_bytes)
-        with _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
+
+        def slow() -> None:
+            if self._connections.is_full(context.peer()):
+                raise TooLarge(f"expected a message of at most {most} bytes, got more")
+            if is_open:
+                _is_late(PROMPT_S)
+            seat.take(self.most_bytes)
+
+        expected = self.receiving(context) if most > MOST_ASKED_BYTES else nullcontext()
+        with expected, _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")

@@ -1,6 +1,6 @@
 """Limits of the HTTP/2 frames of one connection, applied before gRPC's library reads them. Pure: no I/O, no clock.
 
-Only the 9 bytes before each frame are read: its length, type and flags (RFC 9113, section 4.1).
+Only the 9 bytes before each frame are read: its length, type, flags and stream (RFC 9113, section 4.1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _NAMES = (
     "CONTINUATION",
 )
 _END_HEADERS = 0x4
-_HEAD = struct.Struct("3sBB4x")
+_END_STREAM = 0x1
+_HEAD = struct.Struct(">3sBBI")
 
 # Frames that are read before the first of them is looked at.
 MOST_AT_ONCE = 64
@@ -57,6 +58,13 @@ LEAST_DATA_BYTES = 256
 """A DATA frame with fewer bytes than this counts as a control frame, beside one of each call."""
 
 
+SHORT_BYTES = 64 * 1024
+"""Bytes of messages that each call under way may send without an answer while it has no place for a long message."""
+
+MOST_UNANSWERED_BYTES = 512 * 1024
+"""Further such bytes of all calls of a connection: a client sends as many before it is known who that is."""
+
+
 class LimitExceeded(Exception):
     """A connection has exceeded a limit; the text names the limit and what was received."""
 
@@ -77,20 +85,20 @@ class Heads:
         """Whether the next byte begins a frame."""
         return not self._head and not self._payload_left
 
-    def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int]]:
-        """Return type, flags and length of each frame whose head ends in `data[position:]`, up to a limit.
+    def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int, int]]:
+        """Return type, flags, length and stream of each frame whose head ends in `data[position:]`, up to a limit.
 
         More than `MOST_AT_ONCE` frames come one by one, so that the caller may leave.
         """
         end = len(data)
         if not self._head:
             # Most often the bytes are whole frames.
-            found: list[tuple[int, int, int]] = []
+            found: list[tuple[int, int, int, int]] = []
             position += self._payload_left
             while position + HEAD_BYTES <= end and len(found) < MOST_AT_ONCE:
-                size, kind, flags = _HEAD.unpack_from(data, position)
+                size, kind, flags, stream = _HEAD.unpack_from(data, position)
                 length = size[0] << 16 | size[1] << 8 | size[2]
-                found.append((kind, flags, length))
+                found.append((kind, flags, length, stream))
                 position += HEAD_BYTES + length
             self._payload_left = max(0, position - end)
             if position >= end:
@@ -98,7 +106,7 @@ class Heads:
             return itertools.chain(found, self._rest(data, position))
         return self._rest(data, position)
 
-    def _rest(self, data: bytes, position: int) -> Iterator[tuple[int, int, int]]:
+    def _rest(self, data: bytes, position: int) -> Iterator[tuple[int, int, int, int]]:
         end = len(data)
         while position < end:
             if self._payload_left:
@@ -113,7 +121,7 @@ class Heads:
                 return
             self._head = b""
             self._payload_left = head[0] << 16 | head[1] << 8 | head[2]
-            yield head[3], head[4], self._payload_left
+            yield head[3], head[4], self._payload_left, int.from_bytes(head[5:], "big")
 
 
 class Frames:
@@ -124,6 +132,9 @@ class Frames:
     """
 
     def __init__(self, now: float) -> None:
+        # The calls under way, with the bytes of their messages that no answer has followed.
+        self._calls: dict[int, int] = {}
+        self._unanswered_bytes = 0
         self._heads = Heads()
         self._preface_left = len(PREFACE)
         self._tokens = BURST
@@ -136,6 +147,28 @@ class Frames:
     def has_begun(self) -> bool:
         """Whether the client has sent the whole preface of HTTP/2."""
         return not self._preface_left
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the calls under way have sent more than short messages, and have not been answered."""
+        return self._unanswered_bytes > MOST_UNANSWERED_BYTES + SHORT_BYTES * len(self._calls)
+
+    def forget(self) -> None:
+        """Count no bytes of messages that have come until now."""
+        if self._unanswered_bytes:
+            self._calls = dict.fromkeys(self._calls, 0)
+            self._unanswered_bytes = 0
+
+    def answered(self, kind: int, flags: int, stream: int) -> None:
+        """Count a frame that was sent to the client."""
+        if kind == RST_STREAM or (kind == HEADERS and flags & _END_STREAM):
+            self._ended(stream)
+        elif kind == DATA and self._calls.get(stream):
+            self._unanswered_bytes -= self._calls[stream]
+            self._calls[stream] = 0
+
+    def _ended(self, stream: int) -> None:
+        self._unanswered_bytes -= self._calls.pop(stream, 0)
 
     def passed_back(self, nbytes: int) -> None:
         """Count bytes that were sent to the client."""
@@ -157,9 +190,16 @@ class Frames:
                 raise LimitExceeded("expected the preface of HTTP/2")
             self._preface_left -= position
         calls = 0
-        for kind, flags, length in self._heads.feed(data, position):
+        for kind, flags, length, stream in self._heads.feed(data, position):
             self._count(kind, flags, length)
-            calls += kind == HEADERS
+            if kind == HEADERS:
+                calls += 1
+                self._calls.setdefault(stream, 0)
+            elif kind == DATA and stream in self._calls:
+                self._calls[stream] += length
+                self._unanswered_bytes += length
+            elif kind == RST_STREAM:
+                self._ended(stream)
         return calls
 
     def _count(self, kind: int, flags: int, length: int) -> None:

@@ -144,7 +144,7 @@ class RpcFront:
             service.seats,
             config.max_body_bytes,
             config.receive_timeout,
-            self.relay.peer,
+            self.relay,
         )
         memory = Memory(gateway.regions, service.room, gateway.helpers)
         methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)

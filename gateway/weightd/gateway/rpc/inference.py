@@ -38,7 +38,7 @@ class Inference:
         async def stream(messages: object, context: Context) -> None:
             with calls.seated(context) as call:
                 caller = call.caller
-            with self._streams.one(caller):
+            with self._streams.one(caller), calls.receiving(context):
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())

@@ -13,7 +13,8 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ _QUIET_S = 10.0
 CALLS_PER_S = 1000.0
 CALLS_BURST = 1000.0
 
-# So many bytes are counted before the limit of calls is looked at; what exceeds it is tried again after so long.
+# So many bytes are counted before the limits are looked at; what exceeds them is tried again after so long.
 _STEP_BYTES = 8192
 _WAIT_S = 0.01
 
@@ -65,6 +66,7 @@ class Relay:
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
         self._numbers = itertools.count(1)
         self._peers: dict[str, Peer] = {}
+        self._by_name: dict[str, _Client] = {}
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._violations = Seldom(_QUIET_S)
@@ -73,6 +75,24 @@ class Relay:
     def peer(self, called: str) -> Peer:
         """Return the peer of a connection by what gRPC's library calls it."""
         return self._peers.get(called.removeprefix(_ABSTRACT), UNKNOWN)
+
+    @contextmanager
+    def receiving(self, called: str) -> Generator[None, None, None]:
+        """Let a connection send a long message within the block; `called`: what gRPC's library calls the connection."""
+        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        if client is None:
+            yield
+            return
+        client.expect(1)
+        try:
+            yield
+        finally:
+            client.expect(-1)
+
+    def is_full(self, called: str) -> bool:
+        """Return whether a connection has sent too many bytes of messages that no call waits for."""
+        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        return client is not None and client.is_full
 
     @property
     def peers(self) -> Mapping[str, Peer]:
@@ -129,13 +149,18 @@ class Relay:
             client.abort()
             return
         self._peers[name] = client.peer
+        self._by_name[name] = client
         task = asyncio.get_running_loop().create_task(self._connect(library, client, name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, library: socket.socket, client: _Client, name: str) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._peers.pop(name, None)), library)
+        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._forget(name)), library)
+
+    def _forget(self, name: str) -> None:
+        self._peers.pop(name, None)
+        self._by_name.pop(name, None)
 
     def violated(self, client: _Client, why: str) -> None:
         """Log a violation, and limit new connections of its peer."""
@@ -177,6 +202,8 @@ class _Client(asyncio.Protocol):
         # What is not passed on before the peer may begin calls again.
         self._held = b""
         self._waiting: asyncio.TimerHandle | None = None
+        # Calls that wait for a long message.
+        self._expecting = 0
         self._is_open = False
         self._is_released = False
         self._is_refused = False
@@ -206,6 +233,11 @@ class _Client(asyncio.Protocol):
         """Whether the client speaks HTTP/2."""
         return self._frames.has_begun
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no more is passed on before a call of the client has been answered, or waits for a long message."""
+        return self._frames.is_full
+
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
@@ -234,15 +266,26 @@ class _Client(asyncio.Protocol):
         """Return how many bytes may be passed on now."""
         now = time.monotonic()
         allowed = 0
-        while allowed < len(data) and self._relay.may_call(self.peer, now):
+        while allowed < len(data) and self._relay.may_call(self.peer, now) and not self._frames.is_full:
             step = data[allowed : allowed + _STEP_BYTES]
             self._relay.calls(self.peer, self._frames.feed(step, now), now)
+            if self._expecting:
+                self._frames.forget()
             allowed += len(step)
         return allowed
 
+    def expect(self, number: int) -> None:
+        """Count so many calls more, or fewer, that wait for a long message."""
+        self._expecting += number
+        self._frames.forget()
+        if self._held:
+            self._go_on()
+
     def _go_on(self) -> None:
         """Try again what is held."""
-        self._waiting = None
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
         self.data_received(b"")
         if not self._held:
             self._resume()
@@ -280,7 +323,10 @@ class _Client(asyncio.Protocol):
         """Send what gRPC's library sends."""
         if self._transport is None or self._is_refused:
             return
-        messages = sum(kind == DATA for kind, _, _ in self._sent.feed(data))
+        messages = 0
+        for kind, flags, _, stream in self._sent.feed(data):
+            messages += kind == DATA
+            self._frames.answered(kind, flags, stream)
         self._relay.calls(self.peer, -messages, time.monotonic())
         self._frames.passed_back(len(data))
         self._transport.write(data)
