@@ -88,6 +88,9 @@ CURVE_ROUNDS, CURVE_REQUESTS = 11, 100
 POISONED = "poisoned"
 FLOORED = "floored"
 
+COMPUTING = "computing"
+"""Begins the names of what is no attack, to which attacks are compared."""
+
 _ANY: Mapping[str, Mapping[str, object]] = {"default": {}}
 
 
@@ -410,6 +413,28 @@ def _connections(plan: _Plan) -> Found:
                 bad += 1
         progress(f"A has {stage.a.end()}, B {asked.outcomes}")
     return {"connections": bad, "n": CONNECTIONS}
+
+
+def _computing(plan: _Plan) -> Found:
+    """A takes a core and sends nothing: what any process of A does to B on a host with so few cores."""
+    tiny, mlp = _question(TINY, plan, TINY_WIDTH), _question(MLP, plan, MLP_WIDTH)
+    attacks: dict[str, Attack] = {}
+    with (
+        _stage(plan, {TINY: {}, MLP: {"workers": 2}}) as stage,
+        tempfile.TemporaryDirectory() as directory,
+        User(users.BOB, imports=("encodings.idna", "grpc")) as b,
+        _gateway_process(stage, directory) as gateway,
+    ):
+        load = (loads.compute,)
+        attacks[f"{COMPUTING}, Unix"] = _attack(plan, stage, tiny, load)
+        attacks[f"{COMPUTING}, Unix, a large model"] = _attack(plan, stage, mlp, load)
+        for protocol in ("http", "grpc"):
+            asked = _asked_of_gateway(protocol, gateway.port(protocol), tiny)
+            ask = functools.partial(b.do, loads.ask_gateway, asked)
+            attacks[f"{COMPUTING}, B over {protocol}"] = _attack_on(plan, stage, ask, load)
+        stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
+        attacks[f"{COMPUTING}, ZeroMQ"] = _attack(plan, stage, tiny, load)
+    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
 
 
 def _connection_storm(plan: _Plan) -> Found:
@@ -1040,13 +1065,15 @@ def _add_attacks(found: Found, attacks: Mapping[str, Attack]) -> None:
     for name, attack in attacks.items():
         before, during, after = attack.moments
         found.setdefault("attacks", {})[name] = attack.moments
+        found["attack_failed"] = found.get("attack_failed", 0) + attack.failed
+        if name.startswith(COMPUTING):
+            continue
         for key, value in (
             ("attack_p50_ratio", during.p50 / before.p50),
             ("attack_p99_excess_ms", 1e3 * (during.p99 - before.p99)),
             ("attack_after_p50_ratio", after.p50 / before.p50),
         ):
             found[key] = max(found.get(key, value), value)
-        found["attack_failed"] = found.get("attack_failed", 0) + attack.failed
 
 
 def _p50(asked: Asked) -> float:
@@ -1099,6 +1126,7 @@ PARTS: Mapping[str, Part] = {
     "poison": _poison,
     "storms": _storms,
     "connections": _connections,
+    "computing": _computing,
     "connection-storm": _connection_storm,
     "many-users": _many_users,
     "gateway": _gateway,

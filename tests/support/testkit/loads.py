@@ -412,6 +412,14 @@ def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict
     return _repeat(hands, address, _as_sent(address, encode(message("1"))) * 500, connections)
 
 
+def compute(hands: Hands) -> Dict[str, int]:
+    """Take a core and send nothing, until told to stop."""
+    hands.tell("begun")
+    while not hands.stopping.is_set():
+        sum(range(10_000))
+    return {}
+
+
 def _as_sent(address: str, frames: Sequence[bytes]) -> bytes:
     return _stream_message(frames) if address.endswith(".unix") else _zmtp_message(frames)
 
