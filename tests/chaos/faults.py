@@ -35,6 +35,7 @@ POISONS = 30
 IN_FLIGHT = 4
 DEAF_S = 5.0
 UPDATE_LIMIT_S = 30.0
+RELOAD_LIMIT_S = 10.0
 # The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
 ORPHAN_LIMIT_S = 5.0
 # Less than a gate waits for a handshake.
@@ -398,8 +399,27 @@ class Injector:
         anew = {"max_queue": self.max_queue + rng.randrange(2)}
         changes = [anew] if self.models[event.model].table else [anew, {"batching.max_rows": rng.choice((16, 64))}]
         self.service.configure(event.model, rng.choice(changes))
-        self._begin(event, _at_once)
-        self.service.reload()
+        signals = rng.random() < 0.5
+
+        def reload() -> None:
+            # The daemon may be killed meanwhile.
+            with contextlib.suppress(RequestError), Client(self.service.address, timeout=RELOAD_LIMIT_S) as client:
+                if not signals:
+                    client.reload()
+                    return
+                before = client.metrics().reloads
+                self.service.reload()
+                end = time.monotonic() + RELOAD_LIMIT_S
+                while client.metrics().reloads == before and time.monotonic() < end:
+                    time.sleep(0.1)
+
+        thread = self._spawn(reload)
+        self._begin(
+            event,
+            lambda status: (
+                not thread.is_alive() and all(each.state == "serving" for each in generations(status, event.model))
+            ),
+        )
         return True
 
     # --- within -------------------------------------------------------------------------------------------------
