@@ -13,12 +13,13 @@ from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.logs import client_of
 from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, content
-from weightd.daemon.requests.blame.guard import MAX_LOSSES, Guard
+from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOSSES, Guard
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.part import Part
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
+from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.scheduler import Scheduler
 from weightd.daemon.requests.seats import REPLACED_S
 from weightd.daemon.tenants.tenant import Tenant
@@ -364,6 +365,30 @@ def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() 
         shared.write(b"2")
     assert bench.guard.quarantine.count(bench.now) == 1
     assert not bench.guard.check(shared.request(), bench.now)
+
+
+@pytest.mark.parametrize("how", ["hang", "crash"])
+def test_a_request_in_shared_memory_ends_once_where_seats_hang_in_two_parts_of_it(how: str) -> None:
+    bench, shared = Bench(), Shared()
+    terms = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, part_rows=SLICE_BYTES + 1)
+    for name in ("w0", "w1"):
+        bench.scheduler.seats.enlist(name, (name,), terms=terms)
+    request = shared.request()
+    bench.scheduler.submit(request, bench.now)
+    ran = [part.request for _, job in bench.scheduler.assign(bench.now) for part in job.parts.values()]
+    assert ran == [request] * 2
+    request.deaths = MAX_DEATHS - 1
+    bench.now += TIMEOUT_S
+    if how == "hang":
+        assert [seat.name for seat, _ in bench.guard.overdue(bench.now)] == ["w0", "w1"]
+    else:
+        bench.guard.died("w1", CRASH, bench.now)
+        bench.guard.died("w0", CRASH, bench.now)
+    # Nobody runs the rest of it while its content is read.
+    assert [*bench.scheduler.assign(bench.now)] == []
+    assert bench.refused == {}
+    look(bench)
+    assert [*bench.refused] == [request.number]
 
 
 @pytest.mark.parametrize("lose", [kill, hang])

@@ -355,6 +355,9 @@ class Guard:
         if then is None:
             self._refuse(request, error)
         elif request.is_mutable and not (request.digest or is_small(request)):
+            # Its other parts, if it has some, are no other end of it.
+            request.ended = True
+            self._scheduler.end_whole(request)
             self._evidence.append(_Evidence(request, then, error))
             self._due_by(AT_ONCE)
         elif request.is_mutable:
