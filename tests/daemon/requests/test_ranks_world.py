@@ -222,14 +222,20 @@ class World(RuleBasedStateMachine):
         self.tick()
 
     def tick(self) -> None:
-        self.desk.expire(self.now, lambda error: error)
+        self.expire()
+        while self.desk.has_to_refuse or self.desk.scheduler.deadlines.earliest <= self.now:
+            self.expire()
         for process, _ in list(self.desk.overdue(self.now)):
             self.drop(process)
         self.turn()
         self.desk.dispatch(self.now)
 
+    def expire(self) -> None:
+        self.desk.expire(self.now, lambda error: error)
+
     def turn(self) -> None:
         while self.desk.next_event == AT_ONCE:
+            self.expire()
             self.desk.guard.look(self.now)
             self.desk.dispatch_gathered(self.now)
 

@@ -305,15 +305,21 @@ class World(RuleBasedStateMachine):
         self.tick()
 
     def tick(self) -> None:
-        self.desk.expire(self.now, lambda error: error)
+        self.expire()
+        while self.desk.has_to_refuse or self.desk.scheduler.deadlines.earliest <= self.now:
+            self.expire()
         for name, _ in self.desk.overdue(self.now):
             self.dying[name] = self.workers.pop(name)
         self.turn()
         self.desk.dispatch(self.now)
 
+    def expire(self) -> None:
+        self.desk.expire(self.now, lambda error: error)
+
     def turn(self) -> None:
         """The daemon has read all that had come."""
         while self.desk.next_event == AT_ONCE:
+            self.expire()
             self.desk.guard.look(self.now)
             self.desk.dispatch_gathered(self.now)
         while self.given_up:

@@ -221,6 +221,7 @@ class World:
 
     def gather(self, model: Model) -> None:
         while model.desk.next_event == AT_ONCE:
+            model.desk.expire(self.now, lambda error: error)
             model.desk.guard.look(self.now)
             model.desk.dispatch_gathered(self.now)
 

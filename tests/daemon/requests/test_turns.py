@@ -103,6 +103,7 @@ class Member:
 
     def look(self) -> None:
         while self.desk.next_event == AT_ONCE:
+            self.desk.expire(self.house.now, lambda error: error)
             self.desk.guard.look(self.house.now)
             self.desk.dispatch_gathered(self.house.now)
 
@@ -340,7 +341,10 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         for member in self.house.members:
-            member.desk.expire(self.house.now, lambda error: error)
+            desk = member.desk
+            desk.expire(self.house.now, lambda error: error)
+            while desk.has_to_refuse or desk.scheduler.deadlines.earliest <= self.house.now:
+                desk.expire(self.house.now, lambda error: error)
             for name, _ in list(member.desk.overdue(self.house.now)):
                 self.house.end(name, OURS)
             member.look()
