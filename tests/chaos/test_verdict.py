@@ -116,6 +116,9 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (LATE, {"timeout": 1.0}, [], True),
         (LATE, {"timeout": 1.1}, [], False),
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [], False),
+        (LATE, {"timeout": 30.0, "ended_at": 130.1}, [KILL], False),
+        (LATE, {"timeout": 30.0, "ended_at": 130.1}, [strike(Fault.STOP_FORK_SERVER, model="")], False),
+        (LATE, {"timeout": 30.0, "ended_at": 130.1}, [KILL, strike(Fault.STOP_FORK_SERVER, model="")], True),
     ],
 )
 def test_which_error_is_legal(code: str, changes: dict[str, Any], strikes: Sequence[Strike], legal: bool) -> None:

@@ -79,6 +79,15 @@ def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
     return _late(incident) and incident.model == cut.NAME and _during(Fault.UPDATE, Fault.RELOAD)(incident, strikes)
 
 
+def _not_forked(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """Workers were lost, and the fork server stopped before it was up: it has 60 s for that."""
+    return (
+        _late(incident)
+        and _during(*LETHAL, Fault.POISON)(incident, strikes)
+        and _during(Fault.STOP_FORK_SERVER, everywhere=True)(incident, strikes)
+    )
+
+
 def _count(incident: Incident, strikes: Sequence[Strike], before: float, faults: Collection[Fault]) -> int:
     """How many of these faults can have met the model from so many seconds before the request was sent to its end."""
     begin, end = incident.sent_at - before, incident.ended_at
@@ -128,6 +137,7 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
         _own_deadline,
         _during(Fault.HANG_WORKER),
         _during(Fault.KILL_DAEMON, everywhere=True),
+        _not_forked,
     ),
     "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True), _poisoned, _suspected),
     "INTERNAL": (_two_deaths, _poisoned, _suspected),
