@@ -65,7 +65,6 @@ class Relay:
         # Nobody can take a name that cannot be guessed.
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
         self._numbers = itertools.count(1)
-        self._peers: dict[str, Peer] = {}
         self._by_name: dict[str, _Client] = {}
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +73,8 @@ class Relay:
 
     def peer(self, called: str) -> Peer:
         """Return the peer of a connection by what gRPC's library calls it."""
-        return self._peers.get(called.removeprefix(_ABSTRACT), UNKNOWN)
+        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        return UNKNOWN if client is None else client.peer
 
     @contextmanager
     def receiving(self, called: str) -> Generator[None, None, None]:
@@ -97,7 +97,7 @@ class Relay:
     @property
     def peers(self) -> Mapping[str, Peer]:
         """The peers of all connections that gRPC's library has."""
-        return self._peers
+        return {name: client.peer for name, client in self._by_name.items()}
 
     def admit(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
         """Take over a connection that is admitted."""
@@ -148,7 +148,6 @@ class Relay:
             library.close()
             client.abort()
             return
-        self._peers[name] = client.peer
         self._by_name[name] = client
         task = asyncio.get_running_loop().create_task(self._connect(library, client, name))
         self._tasks.add(task)
@@ -156,11 +155,7 @@ class Relay:
 
     async def _connect(self, library: socket.socket, client: _Client, name: str) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._forget(name)), library)
-
-    def _forget(self, name: str) -> None:
-        self._peers.pop(name, None)
-        self._by_name.pop(name, None)
+        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._by_name.pop(name, None)), library)
 
     def violated(self, client: _Client, why: str) -> None:
         """Log a violation, and limit new connections of its peer."""
@@ -199,7 +194,7 @@ class _Client(asyncio.Protocol):
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._before = bytearray()
-        # What is not passed on before the peer may begin calls again.
+        # Bytes that are passed on when the peer may begin calls again and the connection is no longer full.
         self._held = b""
         self._waiting: asyncio.TimerHandle | None = None
         # Calls that wait for a long message.
@@ -250,7 +245,8 @@ class _Client(asyncio.Protocol):
         if allowed < len(data):
             data, self._held = data[:allowed], data[allowed:]
             self._pause()
-            if self._waiting is None:
+            # A connection that is full goes on when a call waits for a long message, has been answered, or has ended.
+            if self._waiting is None and not self._frames.is_full:
                 self._waiting = asyncio.get_running_loop().call_later(_WAIT_S, self._go_on)
         if self._library is not None:
             self._library.write(data)
@@ -330,6 +326,8 @@ class _Client(asyncio.Protocol):
         self._relay.calls(self.peer, -messages, time.monotonic())
         self._frames.passed_back(len(data))
         self._transport.write(data)
+        if self._held and self._waiting is None and not self._frames.is_full:
+            self._go_on()
 
     def end(self) -> None:
         """Close the connection when everything has been sent: gRPC's library has closed its end."""
