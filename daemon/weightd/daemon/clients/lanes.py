@@ -25,6 +25,8 @@ class Lanes:
         self._clock = Clock()
         # The connections of each user of each tenant. Of users and of connections the next one is first.
         self._lanes: dict[Tenant, dict[str, dict[Connection, None]]] = {}
+        # Where each connection waits. A reload may change its tenant or user meanwhile.
+        self._places: dict[Connection, tuple[Tenant, str]] = {}
         self._last: tuple[Tenant, str] | None = None
         self._several_until = -float("inf")
 
@@ -47,12 +49,13 @@ class Lanes:
 
     def wait(self, connection: Connection) -> None:
         """Something has come from it."""
-        tenant = connection.tenant or _NOBODY
+        tenant, user = connection.tenant or _NOBODY, connection.origin.far
         lane = self._lanes.get(tenant)
         if lane is None:
             lane = self._lanes[tenant] = {}
             self._clock.comes(tenant)
-        lane.setdefault(connection.origin.far, {})[connection] = None
+        lane.setdefault(user, {})[connection] = None
+        self._places[connection] = tenant, user
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
@@ -64,7 +67,7 @@ class Lanes:
         user = next(iter(lane))
         connections = lane.pop(user)
         connection = next(iter(connections))
-        del connections[connection]
+        del connections[connection], self._places[connection]
         if connections:
             lane[user] = connections
         return tenant, connection
@@ -79,14 +82,14 @@ class Lanes:
             self._clock.goes(tenant)
 
     def forget(self, connection: Connection) -> None:
-        """It has gone."""
-        # Its tenant and its user may be others since it began to wait: a reload changes them.
-        for tenant, lane in list(self._lanes.items()):
-            for user, connections in list(lane.items()):
-                if connection in connections:
-                    del connections[connection]
-                    if not connections:
-                        del lane[user]
-            if not lane:
-                del self._lanes[tenant]
-                self._clock.goes(tenant)
+        """A connection has closed; it may be the one that was taken last, which does not wait."""
+        if connection not in self._places:
+            return
+        tenant, user = self._places.pop(connection)
+        lane = self._lanes[tenant]
+        del lane[user][connection]
+        if not lane[user]:
+            del lane[user]
+        if not lane:
+            del self._lanes[tenant]
+            self._clock.goes(tenant)
