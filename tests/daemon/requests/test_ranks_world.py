@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
@@ -29,7 +30,6 @@ from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
@@ -222,22 +222,14 @@ class World(RuleBasedStateMachine):
         self.tick()
 
     def tick(self) -> None:
-        self.expire()
-        while self.desk.has_to_refuse or self.desk.scheduler.deadlines.earliest <= self.now:
-            self.expire()
+        desks.expire(self.desk, self.now)
         for process, _ in list(self.desk.overdue(self.now)):
             self.drop(process)
         self.turn()
         self.desk.dispatch(self.now)
 
-    def expire(self) -> None:
-        self.desk.expire(self.now, lambda error: error)
-
     def turn(self) -> None:
-        while self.desk.next_event == AT_ONCE:
-            self.expire()
-            self.desk.guard.look(self.now)
-            self.desk.dispatch_gathered(self.now)
+        desks.run_turns(self.desk, self.now)
 
     # --- what groups do -----------------------------------------------------------------------------------------
 

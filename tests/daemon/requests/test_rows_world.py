@@ -20,6 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
@@ -27,7 +28,6 @@ from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import RequestError, ResourceExhausted
 from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Skip, Together
@@ -305,23 +305,15 @@ class World(RuleBasedStateMachine):
         self.tick()
 
     def tick(self) -> None:
-        self.expire()
-        while self.desk.has_to_refuse or self.desk.scheduler.deadlines.earliest <= self.now:
-            self.expire()
+        desks.expire(self.desk, self.now)
         for name, _ in self.desk.overdue(self.now):
             self.dying[name] = self.workers.pop(name)
         self.turn()
         self.desk.dispatch(self.now)
 
-    def expire(self) -> None:
-        self.desk.expire(self.now, lambda error: error)
-
     def turn(self) -> None:
         """The daemon has read all that had come."""
-        while self.desk.next_event == AT_ONCE:
-            self.expire()
-            self.desk.guard.look(self.now)
-            self.desk.dispatch_gathered(self.now)
+        desks.run_turns(self.desk, self.now)
         while self.given_up:
             self.desk.skipped(*self.given_up.pop(), self.now)
 

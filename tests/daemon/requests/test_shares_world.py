@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
@@ -23,7 +24,6 @@ from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.long_jobs import ACTIVE_S, Durations
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.daemon.requests.shares import SEVERAL_S, Clocks
 from weightd.daemon.requests.turns import Turns
 from weightd.daemon.tenants.tenant import Tenant
@@ -220,10 +220,7 @@ class World:
             ask()
 
     def gather(self, model: Model) -> None:
-        while model.desk.next_event == AT_ONCE:
-            model.desk.expire(self.now, lambda error: error)
-            model.desk.guard.look(self.now)
-            model.desk.dispatch_gathered(self.now)
+        desks.run_turns(model.desk, self.now)
 
     def at(self, when: float, what: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), what))

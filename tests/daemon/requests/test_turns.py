@@ -12,13 +12,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from testkit import desks
 from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.daemon.requests.turns import Turns
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import Failed, OrderMessage, Ping, Predict, Result, Together
@@ -102,10 +102,7 @@ class Member:
         return number
 
     def look(self) -> None:
-        while self.desk.next_event == AT_ONCE:
-            self.desk.expire(self.house.now, lambda error: error)
-            self.desk.guard.look(self.house.now)
-            self.desk.dispatch_gathered(self.house.now)
+        desks.run_turns(self.desk, self.house.now)
 
 
 class House:
@@ -341,10 +338,7 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         for member in self.house.members:
-            desk = member.desk
-            desk.expire(self.house.now, lambda error: error)
-            while desk.has_to_refuse or desk.scheduler.deadlines.earliest <= self.house.now:
-                desk.expire(self.house.now, lambda error: error)
+            desks.expire(member.desk, self.house.now)
             for name, _ in list(member.desk.overdue(self.house.now)):
                 self.house.end(name, OURS)
             member.look()

@@ -1,0 +1,21 @@
+"""What the daemon's loop does with a desk, for tests that have no loop."""
+
+from __future__ import annotations
+
+from weightd.daemon.requests.desk import Desk
+from weightd.daemon.requests.scheduler import AT_ONCE
+
+
+def expire(desk: Desk, now: float) -> None:
+    """End every request whose deadline has passed. The desk ends only some of them in each turn of the loop."""
+    desk.expire(now, lambda error: error)
+    while desk.has_to_refuse or desk.scheduler.deadlines.earliest <= now:
+        desk.expire(now, lambda error: error)
+
+
+def run_turns(desk: Desk, now: float) -> None:
+    """Do what the desk has to do at once, as if no other message had come."""
+    while desk.next_event == AT_ONCE:
+        desk.expire(now, lambda error: error)
+        desk.guard.look(now)
+        desk.dispatch_gathered(now)
