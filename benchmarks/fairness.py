@@ -89,7 +89,7 @@ POISONED = "poisoned"
 FLOORED = "floored"
 
 COMPUTING = "computing"
-"""Begins the names of what is no attack, to which attacks are compared."""
+"""Prefix of the names of the control measurements, in which A sends nothing."""
 
 _ANY: Mapping[str, Mapping[str, object]] = {"default": {}}
 
@@ -416,7 +416,7 @@ def _connections(plan: _Plan) -> Found:
 
 
 def _computing(plan: _Plan) -> Found:
-    """A takes a core and sends nothing: what any process of A does to B on a host with so few cores."""
+    """A keeps one core busy and sends nothing. Attacks are compared to this control."""
     tiny, mlp = _question(TINY, plan, TINY_WIDTH), _question(MLP, plan, MLP_WIDTH)
     attacks: dict[str, Attack] = {}
     with (

@@ -399,12 +399,12 @@ class Injector:
         anew = {"max_queue": self.max_queue + rng.randrange(2)}
         changes = [anew] if self.models[event.model].table else [anew, {"batching.max_rows": rng.choice((16, 64))}]
         self.service.configure(event.model, rng.choice(changes))
-        signals = rng.random() < 0.5
+        by_signal = rng.random() < 0.5
 
         def reload() -> None:
             # The daemon may be killed meanwhile.
             with contextlib.suppress(RequestError), Client(self.service.address, timeout=RELOAD_LIMIT_S) as client:
-                if not signals:
+                if not by_signal:
                     client.reload()
                     return
                 before = client.metrics().reloads

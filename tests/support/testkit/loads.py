@@ -413,7 +413,7 @@ def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict
 
 
 def compute(hands: Hands) -> Dict[str, int]:
-    """Take a core and send nothing, until told to stop."""
+    """Keep one core busy and send nothing until the test stops this load."""
     hands.tell("begun")
     while not hands.stopping.is_set():
         sum(range(10_000))

@@ -355,7 +355,7 @@ class Guard:
         if then is None:
             self._refuse(request, error)
         elif request.is_mutable and not (request.digest or is_small(request)):
-            # Its other parts, if it has some, are no other end of it.
+            # The client gets one response, so none of the other parts may end the request meanwhile.
             request.ended = True
             self._scheduler.end_whole(request)
             self._evidence.append(_Evidence(request, then, error))
