@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,3 +192,38 @@ def test_short_messages_are_never_limited(relayed: Relay) -> None:
         assert not connected.near.is_paused
 
     run(story)
+
+
+def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_path: Path) -> None:
+    answer = data(1, 60_000) * 100
+
+    async def library(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(PREFACE))
+        connected.set()
+        await stopped.wait()
+        writer.write(answer)
+        writer.close()
+
+    async def story() -> None:
+        relay = Relay(tmp_path / "grpc", Admission(100, 0.0), 5.0, Handshakes())
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        async with await asyncio.start_unix_server(library, tmp_path / "grpc"):
+            relay.admit(near, PEER, None)
+            reader, writer = await asyncio.open_unix_connection(sock=far)
+            writer.write(PREFACE)
+            await asyncio.wait_for(connected.wait(), 10.0)
+            stop = asyncio.create_task(_stop(relay))
+            await asyncio.sleep(0)
+            stopped.set()
+            assert await asyncio.wait_for(reader.read(), 10.0) == answer
+            await asyncio.wait_for(stop, 10.0)
+            writer.close()
+
+    connected, stopped = asyncio.Event(), asyncio.Event()
+    asyncio.run(story())
+
+
+async def _stop(relay: Relay) -> None:
+    await relay.drain(10.0)
+    relay.abort()

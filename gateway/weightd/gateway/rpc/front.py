@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,10 @@ class RpcFront:
             each.end()
         if self._server is None:
             return
+        end = time.monotonic() + grace
         await self._server.stop(grace)
+        # Answers may still be on their way to the clients.
+        await self.relay.drain(max(0.0, end - time.monotonic()))
         self.relay.abort()
         self._peers.close()
         for path in self._paths:

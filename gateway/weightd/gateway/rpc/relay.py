@@ -68,6 +68,7 @@ class Relay:
         self._by_name: dict[str, _Client] = {}
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drained: asyncio.Future[None] | None = None
         self._violations = Seldom(_QUIET_S)
         self._calls = TokenBuckets(CALLS_PER_S, CALLS_BURST)
 
@@ -104,6 +105,15 @@ class Relay:
         task = asyncio.get_running_loop().create_task(self._begin(connection, peer, tls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until gRPC's library has closed its ends and clients have what it sent, for at most so many seconds."""
+        for client in [*self._clients]:
+            if not client.is_connected:
+                client.abort()
+        self._drained = asyncio.get_running_loop().create_future()
+        if self._clients:
+            await asyncio.wait([self._drained], timeout=seconds)
 
     def abort(self) -> None:
         """Close all connections at once."""
@@ -180,6 +190,8 @@ class Relay:
         """Count a connection no more."""
         self._clients.discard(client)
         self._admission.leaves(client.peer)
+        if self._drained is not None and not self._clients and not self._drained.done():
+            self._drained.set_result(None)
 
 
 class _Client(asyncio.Protocol):
@@ -227,6 +239,11 @@ class _Client(asyncio.Protocol):
     def has_begun(self) -> bool:
         """Whether the client speaks HTTP/2."""
         return self._frames.has_begun
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether gRPC's library has, or had, the other end."""
+        return self._library is not None
 
     @property
     def is_full(self) -> bool:
@@ -331,7 +348,6 @@ class _Client(asyncio.Protocol):
 
     def end(self) -> None:
         """Close the connection when everything has been sent: gRPC's library has closed its end."""
-        self._library = None
         if self._transport is not None:
             self._transport.close()
 
