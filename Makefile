@@ -33,19 +33,19 @@ $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-kserve test-ray test-models test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
+.PHONY: demo collect test test-most test-oldest test-beside test-ranks test-long test-kserve test-ray test-models test-systemd mutants check check-pyright check-mypy check-rest bench browser fuzz chaos leak clean
 .PHONY: bench-rival bench-gateway bench-cluster help $(VENV) $(MSLITE) $(MINDSPORE) mslite-if-possible mindspore-if-possible
 
 demo: $(VENV)/.made $(if $(filter mindspore_lite,$(ENGINE)),$(MSLITE)/.made)  ## one model, four workers, one copy of the weights [ENGINE=onnxruntime|mindspore_lite]
 	$(BIN)/python -m benchmarks.demo --engine $(ENGINE)
 
-test: $(VENV)/.made mslite-if-possible  ## every test, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite [EXAMPLES=1]
+test: $(VENV)/.made mslite-if-possible  ## every test that is not long, on ONNX Runtime and where CPython 3.7 is found on MindSpore Lite [EXAMPLES=1]
 	@$(MAKE) --no-print-directory --jobs 2 test-most test-oldest
 
 # numpy begins no threads of its own here: hundreds of processes would each pay for as many as there are cores.
 test-most test-oldest test-ranks: export OPENBLAS_NUM_THREADS = 1
 
-test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) --ignore tests/ranks --ignore tests/ray --ignore tests/models
+test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) -m 'not long' --ignore tests/ranks --ignore tests/ray --ignore tests/models
 
 test-oldest:
 	@# The packages that run on 3.7 are tested there meanwhile. In processes of their own: importing mindspore_lite makes the
@@ -63,7 +63,11 @@ test-ranks: $(VENV)/.made mindspore-if-possible  ## groups of ranks on the real 
 	$(BIN)/python -m pytest tests/ranks
 
 test-beside: test-oldest  # what leaves a core to the other tests, one after another
-	@$(MAKE) --no-print-directory test-ranks >build/test-ranks.log 2>&1; status=$$?; cat build/test-ranks.log; exit $$status
+	@OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' tests/ranks >build/test-ranks.log 2>&1; status=$$?; \
+	cat build/test-ranks.log; exit $$status
+
+test-long: test-ranks test-systemd  ## the long tests: groups of ranks, a real systemd, tenants under load; not in CI [root]
+	$(BIN)/python -m pytest -m long tests --ignore tests/ranks --ignore tests/systemd --ignore tests/ray --ignore tests/models
 
 test-kserve: $(VENV)/.made .venv-kserve/.made  ## KServe's own clients before the gateway; not in CI, for they bring 67 packages
 	$(BIN)/python -m pytest tests/e2e/test_gateway_kserve.py

@@ -86,6 +86,7 @@ def legal(member: Member) -> bool:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(place: Path) -> None:
     made = {model.name: model for model in material.make_two(place, SEED)}

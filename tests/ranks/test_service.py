@@ -18,7 +18,7 @@ from weightd.protocol.messages.status import GenerationStatus
 
 from ..e2e.support import Load, Question, ask_all
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(240)]
 
 MODEL = "cut"
 SIZES = (1, 4, 2, 7, 3)

@@ -12,7 +12,7 @@ from testkit.waiting import until
 from . import materials
 from .service import MLP, Weightd
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 WATCHDOG_S = 2
 LONGER_S = 4

@@ -13,7 +13,7 @@ from testkit.waiting import until
 from .manager import Manager
 from .service import CLIENT_UID, STRANGER_UID, Weightd
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 SERVICE = "weightd-gateway.service"
 SOCKET = "weightd-gateway.socket"

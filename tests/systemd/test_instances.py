@@ -10,7 +10,7 @@ from . import materials
 from .manager import Manager
 from .service import MLP, Weightd
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 OTHER = {**MLP, "path": materials.OTHER_MODEL}
 

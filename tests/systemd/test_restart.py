@@ -15,7 +15,7 @@ from testkit.waiting import until
 from . import materials
 from .service import MLP, Child, Weightd, begun, ended
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # Of each transport a client.
 SCHEMES = ("unix://", "ipc://")

@@ -14,7 +14,7 @@ from . import materials
 from .service import MLP, STRANGER_UID, Weightd, ended, table
 from .units import DIRECTORY, INSTALLED
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 BAD_CONFIG = "78"
 TCP = "tcp://127.0.0.1:7878"
