@@ -177,8 +177,13 @@ def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
             assert client.reload().changed == ("mlp",)
             until(lambda: "mlp.2: serving" in daemon.log, "the changed model serves")
             # The process that makes those that serve ZeroMQ, and one of them.
-            [zygote] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "zygote"]
+            family = census.families([daemon.pid])
+            [zygote] = [pid for pid in family if census.role(pid) == "zygote"]
+            gates = [pid for pid in family if census.role(pid) == "gate"]
+            assert gates
             os.kill(zygote, signal.SIGKILL)
+            # A gate that is about to die may still accept a connection.
+            until(lambda: not {*gates} & {*census.families([daemon.pid])}, "the gates are gone")
             with daemon.client(place.zmq_address) as another:
                 ask_all(another, "mlp", questions)
         finally:
