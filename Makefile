@@ -12,6 +12,8 @@ SECONDS ?= 60  # of fuzzing, for each target
 
 MINUTES ?= 30
 
+SAMPLE ?= 20  # mutations of each module; 0 for all
+
 EXAMPLES ?= 1  # times as many of each property test
 
 # One more than the two cores that CI has: who tests a daemon waits for it as often as not. Files in the order of
@@ -43,7 +45,7 @@ test: $(VENV)/.made mslite-if-possible  ## every test that is not long, on ONNX 
 	@$(MAKE) --no-print-directory --jobs 2 test-most test-oldest
 
 # numpy begins no threads of its own here: hundreds of processes would each pay for as many as there are cores.
-test-most test-oldest test-ranks: export OPENBLAS_NUM_THREADS = 1
+test-most test-oldest test-ranks mutants: export OPENBLAS_NUM_THREADS = 1
 
 test-most: ; EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(AT_ONCE) -m 'not long' --ignore tests/ranks --ignore tests/ray --ignore tests/models
 
@@ -83,8 +85,9 @@ test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real system
 	$(BIN)/python -m pytest tests/systemd
 	PYTHONPATH=tests/support $(BIN)/python -m tests.systemd.mutants
 
-mutants: $(VENV)/.made mslite-if-possible  ## whether the tests notice each guard that is broken [ONLY="ROOM|NUMBER..."]
-	$(BIN)/python -m tests.mutants $(ONLY)
+mutants: $(VENV)/.made-mutants  ## mutation tests of the modules that decide; not in CI [ONLY="PART OF A PATH..."] [SAMPLE=20] [SEED=a random one]
+	$(BIN)/python -m pytest -q tests/mutation
+	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(ONLY)
 
 check: $(VENV)/.made-lint  ## lint, format, types, and who may import whom
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-pyright check-mypy check-rest
@@ -148,6 +151,10 @@ $(VENV)/.made: pyproject.toml
 
 $(VENV)/.made-lint: $(VENV)/.made
 	$(call install,$(VENV)) --group lint
+	@touch $@
+
+$(VENV)/.made-mutants: $(VENV)/.made
+	$(call install,$(VENV)) --group mutants
 	@touch $@
 
 $(VENV)/.made-fuzz: $(VENV)/.made

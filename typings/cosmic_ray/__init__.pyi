@@ -1,0 +1,1 @@
+# The part of cosmic-ray 8.7 that tests/mutation uses.
