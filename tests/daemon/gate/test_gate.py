@@ -377,6 +377,7 @@ def test_a_user_has_so_many_handshakes_under_way_and_the_oldest_goes_first(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_HANDSHAKES", 2)
+    monkeypatch.setattr(module, "HANDSHAKE_S", 600.0)
     scene = start()
     done = scene.connect()
     first, second, third = (scene.raw(GREETING[:20]) for _ in range(3))
