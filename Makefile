@@ -12,7 +12,7 @@ SECONDS ?= 60  # of fuzzing, for each target
 
 MINUTES ?= 30
 
-SAMPLE ?= 20  # mutations of each module; 0 for all
+SAMPLE ?= 5  # mutations of each module; 0 for all
 
 EXAMPLES ?= 1  # times as many of each property test
 
@@ -85,7 +85,7 @@ test-systemd: $(VENV)/.made mslite-if-possible  ## the units under a real system
 	$(BIN)/python -m pytest tests/systemd
 	PYTHONPATH=tests/support $(BIN)/python -m tests.systemd.mutants
 
-mutants: $(VENV)/.made-mutants  ## mutation tests of the modules that decide; not in CI [ONLY="PART OF A PATH..."] [SAMPLE=20] [SEED=a random one]
+mutants: $(VENV)/.made-mutants  ## mutation tests of the modules that decide; not in CI [ONLY="PART OF A PATH..."] [SAMPLE=5] [SEED=a random one]
 	$(BIN)/python -m pytest -q tests/mutation
 	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(ONLY)
 

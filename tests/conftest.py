@@ -6,13 +6,17 @@ import gc
 from typing import List
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from testkit.examples import examples
 
 # A busy machine is no failure: pytest's own timeout bounds a test.
 settings.register_profile(
     "weightd", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
+# Mutation tests only need to know whether a test fails: to find the smallest example can take a minute.
+settings.register_profile(
+    "mutation", settings.get_profile("weightd"), phases=(Phase.explicit, Phase.reuse, Phase.generate)
 )
 settings.load_profile("weightd")
 

@@ -29,13 +29,13 @@ from typing import NamedTuple
 import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
 from cosmic_ray.mutating import mutate_and_test, mutate_code
-from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
+from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 from .modules import CONFIG, REPOSITORY, config, modules, tests_of
 from .operators import Provider
 
 # A mutation may make tests slower. Tests that take longer than this, or the least time-out, count as failed.
-_TIMES_LONGER = 5
+_TIMES_LONGER = 3
 
 
 class Failure(Exception):
@@ -71,7 +71,7 @@ class Copy:
                 (directory / name).symlink_to(REPOSITORY / name)
         # cosmic-ray keeps Python from writing bytecode. With hashes in place of times, no stale bytecode is ever used.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
-        compileall.compile_dir(directory, quiet=2, invalidation_mode=by_hash)
+        compileall.compile_dir(directory, quiet=2, workers=0, invalidation_mode=by_hash)
         # An editable installation would find the modules of the repository first.
         roots = [*dict.fromkeys(each.parts[0] for each in modules()), "tests/support"]
         paths = os.pathsep.join(str(directory / each) for each in roots)
@@ -95,7 +95,7 @@ class Copy:
         path = self._directory / mutation.module_path
         copied = MutationSpec(path, mutation.operator_name, mutation.occurrence, mutation.start_pos, mutation.end_pos)
         result = mutate_and_test([copied], command, limit)
-        if result.worker_outcome != WorkerOutcome.NORMAL or result.diff is None:
+        if result.diff is None or result.test_outcome not in (TestOutcome.KILLED, TestOutcome.SURVIVED):
             raise Failure(f"{mutation.operator_name} {mutation.occurrence}: {result.worker_outcome}: {result.output}")
         return result.diff.replace(f"{self._directory}/", "") if result.test_outcome == TestOutcome.SURVIVED else ""
 
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Try what the command line asks for; return 1 if mutations could not be tried. Survivors are no error."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("parts", metavar="PART", nargs="*", help="only the modules whose path has one of these parts")
-    parser.add_argument("--sample", type=int, default=20, help="how many mutations of each module; 0 for all [20]")
+    parser.add_argument("--sample", type=int, default=5, help="how many mutations of each module; 0 for all [5]")
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of the random sample [a random one]")
     parser.add_argument("--list", action="store_true", help="only tell the modules, their mutations and their tests")
     given = parser.parse_args(arguments)
