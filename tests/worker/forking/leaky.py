@@ -34,4 +34,4 @@ def __getattr__(name: str) -> str:
     ctypes.CDLL(None).fflush(None)
     drawn = [round(float(draw()), 6) for draw in (random.random, np.random.random)]
     names = next(tempfile._get_candidate_names())  # type: ignore[attr-defined]
-    return json.dumps([*drawn, names, tempfile.gettempdir(), len(sys.argv)])
+    return json.dumps([*drawn, names, tempfile.gettempdir(), "--role" in sys.argv])
