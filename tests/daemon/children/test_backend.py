@@ -131,12 +131,14 @@ class Scene:
         self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
         self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
 
-    def answer(self, *, by_lane: bool = True) -> None:
-        """Have the model asked, and the worker answer."""
+    def answer(self, *, by_lane: bool = True, is_dead: bool = False) -> None:
+        """Have the model asked, and the worker answer; if it is dead, its exit is the first that can be noticed."""
         self.model.infer(Request(1, b"c", "1", RequestDescription("m", (SPEC,)), (bytes(16),), 0.0, 1e9, 16), 0.0)
         (predict,) = self.asked(1)
         assert isinstance(predict, Predict)
         message = [*encode(Result(predict.request, ResponseDescription("m", (SPEC,)))), bytes(16)]
+        if is_dead:
+            self.kill(WORKER)
         if by_lane:
             # More than is read at once.
             pong = encode(Pong())
@@ -196,9 +198,8 @@ def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_i
 @pytest.mark.parametrize("by_lane", [True, False])
 def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene, by_lane: bool) -> None:
     scene.serve()
-    scene.answer(by_lane=by_lane)
     worker = scene.backend.processes[WORKER]
-    scene.kill(WORKER)
+    scene.answer(by_lane=by_lane, is_dead=True)
     while worker in scene.backend.processes.values():
         scene.loop.wait(30)
     assert scene.answers == [1]
