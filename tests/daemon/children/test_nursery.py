@@ -142,3 +142,12 @@ class World(RuleBasedStateMachine):
 
 TestWorld = World.TestCase
 TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+def test_a_child_that_is_forked_when_nobody_wants_it_any_more_is_ended() -> None:
+    world = World()
+    launch = Launch("m.1.w0", ["python"], [], Path("/logs/m.1.w0"), {})
+    world.nursery.fork(Wanted(launch, "m.1.holder", PATIENCE_S, world.instead))
+    assert world.nursery.cancel(launch.name)
+    world.nursery.answered("m.1.holder", Forked(launch.name, 101, ""))
+    assert (world.surplus, world.born, world.unborn) == ({101}, {}, {})
