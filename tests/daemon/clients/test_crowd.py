@@ -193,6 +193,14 @@ def test_where_all_have_spoken_the_new_connection_is_refused() -> None:
     assert [each.user for each in new] == ["new"]
 
 
+def test_of_a_user_the_newest_connection_without_a_request_under_way_ends() -> None:
+    place = Place(3)
+    for busy in (False, False, True):
+        place.opens("a", busy=busy)
+    _, newest_idle, _ = place.there
+    assert place.opens("b") == [newest_idle]
+
+
 def test_of_accounts_that_have_as_many_the_one_without_a_request_under_way_loses() -> None:
     for busy in ("a", "b"):
         place = Place(2)
