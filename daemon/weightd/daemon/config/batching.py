@@ -33,17 +33,17 @@ class Batching:
     """On a card: the only numbers of rows that the model's graph was made for, ascending. What is fewer is padded, and
     what was added is cut off the answer. Default: any number of rows."""
 
-    def complete(self) -> Batching:
+    def fill_defaults(self) -> Batching:
         """Return the same with its defaults filled in."""
         return dataclasses.replace(self, max_rows=self.sizes[-1]) if self.sizes and self.max_rows == 1 else self
 
-    def problems(self, *, on_cards: bool) -> Iterator[FieldError]:
+    def problems(self, *, is_on_cards: bool) -> Iterator[FieldError]:
         """Yield what does not go together, or would have no effect."""
-        if not self.exact and self.complete().max_rows == 1:
+        if not self.exact and self.fill_defaults().max_rows == 1:
             yield FieldError("it has no effect without max_rows").at(".exact")
         if not self.sizes:
             return
-        if not on_cards:
+        if not is_on_cards:
             yield FieldError("it has no effect on the cpu, only on a card").at(".sizes")
         for index, (one, other) in enumerate(itertools.pairwise(self.sizes), 1):
             if one >= other:
@@ -79,5 +79,5 @@ class Split:
             yield FieldError(f"expected at least part_rows, {self.part_rows}, got {self.max_rows}").at(".max_rows")
         largest = max(batching.sizes, default=MAX_ROWS)
         if self.part_rows > largest:
-            expected = f"expected at most the largest of batching.sizes, {largest}, got {self.part_rows}"
-            yield FieldError(expected).at(".part_rows")
+            message = f"expected at most the largest of batching.sizes, {largest}, got {self.part_rows}"
+            yield FieldError(message).at(".part_rows")

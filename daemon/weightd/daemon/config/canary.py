@@ -15,7 +15,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CanaryKey = str | Case
+SelfTestSetting = str | Case
 
 AUTO = "auto"
 OFF = "off"
@@ -23,16 +23,16 @@ OFF = "off"
 _EXPECTED = '"auto", "off", a path that ends in .npz, or a table of shapes by input name'
 
 # A shape has no free dimension, and an input without elements shows nothing.
-_SHAPES = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
-_PATH = text(limits.MAX_PATH_BYTES)["kind"]
+_SHAPES_KIND = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
+_PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
 
 
-def metadata() -> dict[str, Kind]:
+def field_metadata() -> dict[str, Kind]:
     """Return the metadata of the field."""
     return {"kind": Kind(_check, _check, _plain, _EXPECTED)}
 
 
-def from_text(text: str) -> CanaryKey:
+def parse_text(text: str) -> SelfTestSetting:
     """Return the key that a command line gives as the configuration would, a path without quotes too.
 
     Raises:
@@ -44,22 +44,22 @@ def from_text(text: str) -> CanaryKey:
             value = tomllib.loads(f"canary = {text}")["canary"]
         except ValueError as error:
             raise FieldError(f"not TOML: {error}") from None
-    key = _check(value)
-    return str(Path(key).absolute()) if isinstance(key, str) and key not in (AUTO, OFF) else key
+    setting = _check(value)
+    return str(Path(setting).absolute()) if isinstance(setting, str) and setting not in (AUTO, OFF) else setting
 
 
-def sample(key: CanaryKey) -> str:
+def sample(setting: SelfTestSetting) -> str:
     """Return the path of the file that the key names, or ""."""
-    return key if isinstance(key, str) and key not in (AUTO, OFF) else ""
+    return setting if isinstance(setting, str) and setting not in (AUTO, OFF) else ""
 
 
-def _check(value: Any) -> CanaryKey:
+def _check(value: Any) -> SelfTestSetting:
     if isinstance(value, dict) and value:
-        return cast("Case", _SHAPES.check(cast("Any", value)))
+        return cast("Case", _SHAPES_KIND.check(cast("Any", value)))
     if isinstance(value, str) and (value in (AUTO, OFF) or value.endswith(".npz")) and "\0" not in value:
-        return cast("str", _PATH.check(value))
+        return cast("str", _PATH_KIND.check(value))
     raise FieldError(f"expected {_EXPECTED}, got {shown(cast('object', value))}")
 
 
 def _plain(value: Any) -> Any:
-    return _PATH.plain(value) if isinstance(value, str) else _SHAPES.plain(value)
+    return _PATH_KIND.plain(value) if isinstance(value, str) else _SHAPES_KIND.plain(value)

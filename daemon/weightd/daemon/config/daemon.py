@@ -129,11 +129,11 @@ def complete_daemon(
     runtime_dir = str((base / runtime_dir).absolute())
     cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
     cache_dir = str((base / cache_dir).absolute())
-    expected = addresses.sockets(listening)
+    expected = addresses.daemon_socket_addresses(listening)
     default = expected[0] if expected else unit.socket if unit else paths.socket_address(runtime_dir)
     socket = config.socket or default
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    longest = addresses.of_path(str(complete.lane_socket))
+    longest = addresses.check_socket_path(str(complete.lane_socket))
     problems.note((each.at(".runtime_dir") for each in longest), "runtime_dir")
     problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
     problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
@@ -145,7 +145,7 @@ def complete_daemon(
 
 def _of_socket(socket: str, expected: Sequence[str]) -> Iterator[FieldError]:
     if not expected:
-        yield from (each.at(".socket") for each in addresses.of_address(socket, paths.UNIX_SUFFIX))
+        yield from (each.at(".socket") for each in addresses.check_address(socket, paths.UNIX_SUFFIX))
     elif socket not in expected:
         text = f"expected {' or '.join(expected)}, where the service manager listens (weightd.socket), got {socket!r}"
         yield FieldError(text).at(".socket")
@@ -153,7 +153,7 @@ def _of_socket(socket: str, expected: Sequence[str]) -> Iterator[FieldError]:
 
 def _of_metrics(address: str) -> Iterator[FieldError]:
     if address:
-        yield from (each.at(".metrics") for each in addresses.of_metrics(address))
+        yield from (each.at(".metrics") for each in addresses.check_metrics_address(address))
 
 
 def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:

@@ -95,7 +95,7 @@ def read_listeners(
             problems.note(of_name("listener", name))
             listener = tables.read(ListenerConfig, table, problems, section=f"listeners.{name}")
             # It is None where it is missing.
-            problems.note((each.at(".address") for each in addresses.of_address(listener.address or "")), "address")
+            problems.note((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
             problems.note(_of_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
             problems.note(_of_tenants(listener, tenants), "tenants")
             listeners[name] = _with_secret(listener, base, problems)
@@ -162,19 +162,19 @@ def _with_secret(listener: ListenerConfig, base: Path, problems: Problems) -> Li
 def _of_all(listeners: Mapping[str, ListenerConfig], listening: Sequence[str]) -> Iterator[FieldError]:
     names: dict[str, str] = {}
     for name, listener in listeners.items():
-        other = names.setdefault(addresses.same(listener.address), name)
+        other = names.setdefault(addresses.normalize(listener.address), name)
         if other != name:
             text = f"listener {other} has the address {listener.address!r} already"
             yield FieldError(text).at(f".{label(name)}.address")
     known = {listener.address for listener in listeners.values()}
-    for address in addresses.zeromq(listening):
+    for address in addresses.zmq_addresses(listening):
         if address not in known:
             # Who connects there would wait for ever.
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
 
 
 def _without_tables(daemon: DaemonConfig, listening: Sequence[str], problems: Problems) -> Mapping[str, ListenerConfig]:
-    open_already = sorted(addresses.zeromq(listening), key=lambda each: each != daemon.socket)
+    open_already = sorted(addresses.zmq_addresses(listening), key=lambda each: each != daemon.socket)
     if not listening:
         open_already = [daemon.socket]
     for address in open_already:

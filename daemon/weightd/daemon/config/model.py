@@ -11,7 +11,7 @@ from typing import Any
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.batching import Batching, Split
-from weightd.daemon.config.canary import CanaryKey
+from weightd.daemon.config.canary import SelfTestSetting
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.names import of_name
@@ -99,7 +99,7 @@ class ModelConfig:
     """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
     pinged. Longer than the longest predict."""
 
-    canary: CanaryKey = field(default=canary_config.AUTO, metadata=canary_config.metadata())
+    canary: SelfTestSetting = field(default=canary_config.AUTO, metadata=canary_config.field_metadata())
     """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
     table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
     nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
@@ -228,7 +228,7 @@ def complete_model(
         engine=engine_of(config),
         python=python,
         spares=_spares(config),
-        batching=config.batching.complete(),
+        batching=config.batching.fill_defaults(),
         cores=tuple(
             cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
@@ -316,7 +316,7 @@ def _of_priority(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _of_rows(config: ModelConfig) -> Iterator[FieldError]:
-    yield from (error.at(".batching") for error in config.batching.problems(on_cards=config.on_cards))
+    yield from (error.at(".batching") for error in config.batching.problems(is_on_cards=config.on_cards))
     yield from (error.at(".split") for error in config.split.problems(config.batching))
 
 

@@ -54,7 +54,7 @@ def listen(config: Config, passed: Sequence[int], *, unix: bool = True) -> Gener
             for name, each in config.listeners.items()
         }
         metrics = config.daemon.metrics
-        told = stack.enter_context(listening(forms.metrics(metrics))) if metrics else None
+        told = stack.enter_context(listening(forms.metrics_listen_address(metrics))) if metrics else None
         where = [*own, *(each.address for each in config.listeners.values())]
         yield Listening([*own.values()], listeners, where, told)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightd.shared.devices import card_of
 
 if TYPE_CHECKING:
-    from weightd.daemon.config.canary import CanaryKey
+    from weightd.daemon.config.canary import SelfTestSetting
 
 HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
 
@@ -106,12 +106,12 @@ def _devices(text: str) -> tuple[int, ...]:
     return devices
 
 
-def _canary(text: str) -> CanaryKey:
+def _canary(text: str) -> SelfTestSetting:
     from weightd.daemon.config import canary as canary_config  # noqa: PLC0415 - as above
     from weightd.protocol.schema import FieldError  # noqa: PLC0415
 
     try:
-        return canary_config.from_text(text)
+        return canary_config.parse_text(text)
     except FieldError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weightd.daemon.config.canary import AUTO, CanaryKey
+from weightd.daemon.config.canary import AUTO, SelfTestSetting
 from weightd.daemon.config.model import ModelConfig
 from weightd.protocol.messages.findings import Cases
 from weightd.shared.reach import OPERATOR, Grant
@@ -29,7 +29,7 @@ class Canary:
     unfit: Cases = ()
 
     @classmethod
-    def configured(cls, key: CanaryKey) -> Canary:
+    def configured(cls, key: SelfTestSetting) -> Canary:
         """Return what the configuration says."""
         return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 

@@ -48,32 +48,32 @@ class Meters:
 
     def keep(self, models: Collection[str]) -> None:
         """These are all there are: forget the others."""
-        self._models = {name: meter for name, meter in self._models.items() if name in models}
+        self._models = {name: counters for name, counters in self._models.items() if name in models}
 
     def figures(self) -> Iterator[MeterFigures]:
         """Yield what is to be written down."""
-        for model, meter in list(self._models.items()):
+        for model, counters in list(self._models.items()):
             yield MeterFigures(
                 model,
-                meter.requests.figures(),
-                meter.queue.figures(),
-                meter.compute.figures(),
-                meter.rows.figures(),
-                min(meter.deaths, MOST_COUNT),
-                min(meter.restarts, MOST_COUNT),
-                min(meter.canary_failures, MOST_COUNT),
-                min(meter.mismatches, MOST_COUNT),
+                counters.requests.figures(),
+                counters.queue.figures(),
+                counters.compute.figures(),
+                counters.rows.figures(),
+                min(counters.deaths, MOST_COUNT),
+                min(counters.restarts, MOST_COUNT),
+                min(counters.canary_failures, MOST_COUNT),
+                min(counters.mismatches, MOST_COUNT),
             )
 
     def restore(self, written: Iterable[MeterFigures]) -> None:
         """Go on from what was written down."""
         for each in written:
-            meter = self.of(each.model)
-            meter.requests.restore(each.requests)
-            meter.queue.restore(each.queue)
-            meter.compute.restore(each.compute)
-            meter.rows.restore(each.rows)
-            meter.deaths += each.deaths
-            meter.restarts += each.restarts
-            meter.canary_failures += each.canary_failures
-            meter.mismatches += each.mismatches
+            counters = self.of(each.model)
+            counters.requests.restore(each.requests)
+            counters.queue.restore(each.queue)
+            counters.compute.restore(each.compute)
+            counters.rows.restore(each.rows)
+            counters.deaths += each.deaths
+            counters.restarts += each.restarts
+            counters.canary_failures += each.canary_failures
+            counters.mismatches += each.mismatches

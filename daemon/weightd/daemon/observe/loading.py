@@ -36,7 +36,7 @@ class Loading:
 
     def figures(self) -> Iterator[PaceFigures]:
         """Yield what is to be written down for the next daemon."""
-        yield from [PaceFigures(model, pace) for model, pace in self.paces.items()]
+        yield from [PaceFigures(model, speed) for model, speed in self.paces.items()]
 
     def restore(self, written: Sequence[PaceFigures]) -> None:
         """A daemon before this one has seen this."""

@@ -146,7 +146,7 @@ def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
 
 
 def _executions(tally: Tally) -> ExecutionsStatus:
-    histogram = tuple(RowsCount(most, count) for most, count in tally.rows.items())
+    histogram = tuple(RowsCount(max_rows, count) for max_rows, count in tally.rows.items())
     return ExecutionsStatus(tally.executions, histogram, tally.padded, tally.cuts, tally.again)
 
 

@@ -64,12 +64,12 @@ def _accounts(
     others = Account()
     queued_there = 0
     shown: list[AccountStatus] = []
-    for model, account in accounts.items():
+    for model, usage in accounts.items():
         if (name, model) in listed:
-            shown.append(_account(model, account, queued.get((name, model), 0)))
+            shown.append(_account(model, usage, queued.get((name, model), 0)))
         else:
-            others.add(account)
-            others.in_flight += account.in_flight
+            others.add(usage)
+            others.in_flight += usage.in_flight
             queued_there += queued.get((name, model), 0)
     if not others.is_blank:
         shown.append(_account(ELSEWHERE, others, queued_there))

@@ -170,7 +170,7 @@ class Desk:
 
     def vanished(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self.signature.take_waiters(lambda waiter: waiter.client == client)
+        self.signature.take_waiters(lambda request: request.client == client)
         error = Cancelled("its client is gone")
         self._end([(each, error) for each in self.scheduler.end_of(client)])
         self.dispatch(now)
@@ -189,8 +189,8 @@ class Desk:
 
     def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
         """Refuse who waits for the metadata and is `unfit`."""
-        for waiter in self.signature.take_waiters(lambda each: unfit(each.client)):
-            self._askers.tell_error(waiter.client, waiter.request_id, error)
+        for request in self.signature.take_waiters(lambda each: unfit(each.client)):
+            self._askers.tell_error(request.client, request.request_id, error)
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
@@ -368,9 +368,9 @@ class Desk:
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can; a seat hears what it need not run before it gets something in its place."""
-        for seat, job in self.scheduler.assign(now):
+        for slot, batch in self.scheduler.assign(now):
             self._skip()
-            self._run(seat, job)
+            self._run(slot, batch)
         self._skip()
 
     def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
@@ -384,8 +384,8 @@ class Desk:
 
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield each process whose seat computes for too long, with the reason to end it."""
-        for seat, why in list(self.guard.overdue(now)):
-            yield from ((process, why) for process in seat.processes)
+        for slot, reason in list(self.guard.overdue(now)):
+            yield from ((process, reason) for process in slot.processes)
 
     def silent(self, now: float) -> Iterator[str]:
         """Ping who has been idle; yield who has not answered the last one."""
@@ -500,8 +500,8 @@ class Desk:
             self._due_by(AT_ONCE)
 
     def _skip(self) -> None:
-        for seat, number in self.scheduler.seats.take_recalled():
-            for process in seat.processes:
+        for slot, number in self.scheduler.seats.take_recalled():
+            for process in slot.processes:
                 self._order(process, Skip(number), (), ())
 
     def _run(self, seat: Seat, job: Job) -> None:
@@ -510,10 +510,10 @@ class Desk:
             if job.count > 1 or rows:
                 parties: tuple[int, ...] = ()
                 if job.count > 1 and seat.terms.is_exact and seat.lockstep is None:
-                    parties = tuple([self.names.number(part.request.origin.far) for part in job.parts.values()])
+                    parties = tuple([self.names.number(item.request.origin.far) for item in job.parts.values()])
                 self._order_all(seat, Together(job.count, rows, parties))
-        for part in job.parts.values():
-            self._predict(seat, part)
+        for item in job.parts.values():
+            self._predict(seat, item)
 
     def _predict(self, seat: Seat, part: Part) -> None:
         request, cut = part.request, part.cut
@@ -545,8 +545,8 @@ class Desk:
         if places.outputs and (reply is None or places.overlap or not self.writers.begin((reply,), part)):
             places = read_only
         for process in seat.processes:
-            its = places if process == reply else read_only
-            self._order(process, Predict(part.number, description, its.mapped, step), frames, its.memories)
+            own_locations = places if process == reply else read_only
+            self._order(process, Predict(part.number, description, own_locations.mapped, step), frames, own_locations.memories)
 
     def _told(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""

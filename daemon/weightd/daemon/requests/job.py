@@ -47,7 +47,7 @@ class Job:
     @classmethod
     def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:
         """Return a job of these parts."""
-        return cls(parts[0].number, {part.number: part for part in parts}, len(parts), form, rows)
+        return cls(parts[0].number, {item.number: item for item in parts}, len(parts), form, rows)
 
     @property
     def has_begun(self) -> bool:
@@ -69,10 +69,10 @@ class Job:
             last.request.account.ran(seconds, last.rows)
             return
         ran = [*self.answered, *self.parts.values()] if last is None else [*self.answered, last]
-        rows = sum([part.rows for part in ran]) if self.count > 1 else 0
-        for part in ran:
-            share = seconds * part.rows / rows if rows else seconds / len(ran)
-            part.request.account.ran(share, 0 if part.number in self.parts else part.rows)
+        rows = sum([item.rows for item in ran]) if self.count > 1 else 0
+        for item in ran:
+            share = seconds * item.rows / rows if rows else seconds / len(ran)
+            item.request.account.ran(share, 0 if item.number in self.parts else item.rows)
 
     def keep_apart(self) -> None:
         """Whatever has to run again of it, does so alone."""
@@ -95,7 +95,7 @@ class Job:
     @property
     def requests(self) -> list[Request]:
         """Those that it has not answered."""
-        return [part.request for part in self.parts.values()]
+        return [item.request for item in self.parts.values()]
 
     @property
     def origins(self) -> set[Origin]:
@@ -105,7 +105,7 @@ class Job:
     @property
     def awaited(self) -> list[Part]:
         """The parts of which the requests have not ended while it ran."""
-        return [part for part in self.parts.values() if part.is_awaited]
+        return [item for item in self.parts.values() if item.is_awaited]
 
     @property
     def company(self) -> Company:
@@ -115,7 +115,7 @@ class Job:
 
 def blame(jobs: Sequence[Job]) -> None:
     """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
-    accounts = {id(request.account): request.account for job in jobs for request in job.requests}
+    accounts = {id(request.account): request.account for batch in jobs for request in batch.requests}
     if len(accounts) == 1:
         # Of several nobody can tell whose fault it was.
         [account] = accounts.values()

@@ -81,11 +81,11 @@ class Line:
     def put_back(self, parts: Sequence[Part]) -> None:
         """What seats had of requests waits again, at the head."""
         again: list[Request] = []
-        for part in parts:
-            if part.cut is not None:
-                part.cut.put_back(part.first, part.rows)
-            if part.request not in again and not any(part.request in queue for queue in self._queues):
-                again.append(part.request)
+        for item in parts:
+            if item.cut is not None:
+                item.cut.put_back(item.first, item.rows)
+            if item.request not in again and not any(item.request in queue for queue in self._queues):
+                again.append(item.request)
         self.put_first(again)
 
     def put_first(self, requests: Sequence[Request]) -> None:
@@ -150,7 +150,7 @@ class Line:
         for request in itertools.islice(self, 1):
             whose(request.tenant)
         pairs = zip(levels, self._queues, strict=True)
-        self._put(*(had if isinstance(had, ByTenant) else ByTenant(each, had, whose) for each, had in pairs))
+        self._put(*(old_queue if isinstance(old_queue, ByTenant) else ByTenant(each, old_queue, whose) for each, old_queue in pairs))
 
     def share_no_more(self) -> None:
         """There is one tenant at most, and nothing of any other waits."""
@@ -214,11 +214,11 @@ class Line:
         """Yield what `turns` does of one tenant after another, in their order on the device with this clock."""
         for tenant in sorted(self.presence.look(), key=clock.order):
             self._set_apart(tenant, is_long)
-            normal, confined, begun, long = self._of(tenant)
-            mine = {id(confined): self._confined, id(begun): self.begun, id(long): self.long}
-            whole, had_part = self._whole(normal, confined, tenant), tenant in self._had_part
-            for queue, request in _with_long(whole, begun, long, was_part=had_part):
-                yield mine.get(id(queue), self.normal), request
+            normal, confined, splitting, long = self._of(tenant)
+            shared_queues = {id(confined): self._confined, id(splitting): self.begun, id(long): self.long}
+            unsplit, was_split = self._whole(normal, confined, tenant), tenant in self._had_part
+            for queue, request in _with_long(unsplit, splitting, long, was_part=was_split):
+                yield shared_queues.get(id(queue), self.normal), request
 
     def sort_out(self, is_long: Callable[[Request], bool]) -> None:
         """Have the requests at the head of `normal` that are long wait in `long`, while there are several tenants."""
@@ -233,12 +233,12 @@ class Line:
         ]
         heapq.heapify(heads)
         while heads:
-            (had, last), index, tenant, requests = heads[0]
+            (virtual_s, last), index, tenant, requests = heads[0]
             request = next(requests, None)
             if request is None:
                 heapq.heappop(heads)
                 continue
-            heapq.heapreplace(heads, ((had + guess / tenant.config.weight, last), index, tenant, requests))
+            heapq.heapreplace(heads, ((virtual_s + guess / tenant.config.weight, last), index, tenant, requests))
             yield request
 
     def next_whole(self) -> Queued | None:
@@ -286,9 +286,9 @@ class Line:
         return [queue.of(tenant) for queue in self._apart[:4]]
 
     def _set_apart(self, tenant: Tenant, is_long: Callable[[Request], bool]) -> None:
-        while (there := self._of(tenant))[0].count and is_long(request := there[0].first):
+        while (queues := self._of(tenant))[0].count and is_long(request := queues[0].first):
             self.normal.remove(request)
-            long = there[3]
+            long = queues[3]
             if long.count and turn(request) < turn(long.first):
                 self.long.put_back([request])
             else:
@@ -302,14 +302,14 @@ class Line:
         amounts = {each: self._amount(each, is_many=is_many) for each in self.tenants}
         amounts[request.tenant] = amounts.get(request.tenant, 0) + (1 if is_many else request.nbytes)
         of_most = sorted(amounts, key=lambda each: (amounts[each] / each.config.weight, each is request.tenant))
-        for most in reversed(of_most):
-            if most is request.tenant:
+        for largest in reversed(of_most):
+            if largest is request.tenant:
                 break
-            newest = [(queue, each) for queue in self._apart if (each := queue.last_of(most)) is not None]
+            newest = [(queue, each) for queue in self._apart if (each := queue.last_of(largest)) is not None]
             # Of what runs in parts some may have been done.
-            there = [(queue, each) for queue, each in newest if queue is not self.begun or not each.begun]
-            if there:
-                return max(there, key=lambda pair: pair[1].number)
+            evictable = [(queue, each) for queue, each in newest if queue is not self.begun or not each.begun]
+            if evictable:
+                return max(evictable, key=lambda pair: pair[1].number)
         return None
 
     def _queue_of(self, request: Request) -> Queued:

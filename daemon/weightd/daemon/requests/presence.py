@@ -42,12 +42,12 @@ class Presence:
         """Return who is there, and tell the clocks who was not, or is no more."""
         while self._changed:
             tenant = self._changed.pop()
-            waits = self._waits(tenant)
-            if waits == (tenant in self._there):
+            is_waiting = self._waits(tenant)
+            if is_waiting == (tenant in self._there):
                 continue
-            (self._there.add if waits else self._there.remove)(tenant)
+            (self._there.add if is_waiting else self._there.remove)(tenant)
             for clock in self._clocks:
-                (clock.comes if waits else clock.goes)(tenant)
+                (clock.comes if is_waiting else clock.goes)(tenant)
         return self._there
 
     def over(self) -> None:

@@ -90,7 +90,7 @@ class Places:
     @property
     def overlap(self) -> bool:
         """Whether an output may be written where an input is."""
-        return any(room.overlaps(each) for room in self.outputs.values() for each in self.inputs.values())
+        return any(output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values())
 
     def without_outputs(self) -> Places:
         """Return the same with no room for outputs."""
@@ -113,5 +113,5 @@ def tensors(
     """Yield each input with its bytes, wherever these are."""
     rest = iter(frames)
     for index, spec in enumerate(inputs):
-        place = places.inputs.get(index)
-        yield spec, memoryview(next(rest)) if place is None else place
+        location = places.inputs.get(index)
+        yield spec, memoryview(next(rest)) if location is None else location

@@ -98,7 +98,7 @@ class Request:
     @property
     def content_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
-        return self.nbytes + sum(place.nbytes for place in self.places.inputs.values())
+        return self.nbytes + sum(location.nbytes for location in self.places.inputs.values())
 
     @property
     def is_mutable(self) -> bool:

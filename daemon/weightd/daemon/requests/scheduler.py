@@ -118,7 +118,7 @@ class Scheduler:
         # Whoever comes waits for what runs, and no longer.
         parts = self.seats.take_back(tenant)
         if parts:
-            self.line.put_back(sorted(parts, key=lambda part: part.number))
+            self.line.put_back(sorted(parts, key=lambda item: item.number))
 
     def start(self, request: Request, now: float) -> tuple[Seat, Job] | None:
         """Have a request run that has just come, if it is its turn and a seat is free; return None if it has to wait.
@@ -183,22 +183,22 @@ class Scheduler:
         self._long_at = math.inf
         self.seats.look_for_missed(now)
         late = 0
-        while late < MOST_ENDED and (turn := self._turn(now)) is not None:
-            queue, request, seat = turn
+        while late < MOST_ENDED and (candidate := self._turn(now)) is not None:
+            queue, request, slot = candidate
             queue.remove(request)
             if request.deadline <= now:
                 self._late[request.number] = request
                 self.end_whole(request)
                 late += 1
                 continue
-            form = seat.terms.form(request.description)
-            will_cut = form is not None and seat.terms.cuts(form, request.origin.far) and queue is line.normal
-            if form is not None and will_cut and line.has_begun(request.tenant):
+            batch_key = slot.terms.form(request.description)
+            should_split = batch_key is not None and slot.terms.cuts(batch_key, request.origin.far) and queue is line.normal
+            if batch_key is not None and should_split and line.has_begun(request.tenant):
                 # One after another: what is answered to parts is kept until the last of them.
-                self._cut(request, seat.terms, form)
+                self._cut(request, slot.terms, batch_key)
                 line.append(request)
                 continue
-            yield seat, self._give(seat, request, form, now, is_long=self._is_long_in(queue, request, now))
+            yield slot, self._give(slot, request, batch_key, now, is_long=self._is_long_in(queue, request, now))
         if late == MOST_ENDED:
             self._due_by(AT_ONCE)
 
@@ -209,9 +209,9 @@ class Scheduler:
         """
         seat = self.seats.of(process)
         if seat is not None:
-            begun = [part for job in seat.jobs.values() if job.has_begun for part in job.awaited]
-            self.tally.again += sum(part.request not in but for part in begun)
-            self.line.put_back([part for part in self.seats.remove(seat) if part.request not in but])
+            begun = [item for batch in seat.jobs.values() if batch.has_begun for item in batch.awaited]
+            self.tally.again += sum(item.request not in but for item in begun)
+            self.line.put_back([item for item in self.seats.remove(seat) if item.request not in but])
 
     def part(self, job: Job, *, but: Sequence[Request] = ()) -> None:
         """Something became of a job that says nothing of any of its parts: each of them runs again, alone.
@@ -219,7 +219,7 @@ class Scheduler:
         `but`: these have ended.
         """
         job.keep_apart()
-        again = [part for part in job.awaited if part.request not in but]
+        again = [item for item in job.awaited if item.request not in but]
         self.tally.again += len(again)
         self.line.put_back(again)
 
@@ -243,9 +243,9 @@ class Scheduler:
 
     def set_aside(self, chosen: Callable[[Request], bool]) -> list[Request]:
         """Have what waits and is `chosen` not run before it is admitted; return it. What has begun goes on."""
-        if chosen_ones := self.line.set_aside(chosen):
+        if moved := self.line.set_aside(chosen):
             self._due_by(AT_ONCE)
-        return chosen_ones
+        return moved
 
     def confine(self, chosen: Callable[[Request], bool]) -> None:
         """Have what is `chosen` run one at a time: what waits, and what is with a seat if it has to run again."""
@@ -270,20 +270,20 @@ class Scheduler:
         running = self.seats.end_each(due)
         expired: list[tuple[Request, RequestError]] = []
         for request in due:
-            waited = self._late.pop(request.number, None) is not None or self.line.take_out(request)
-            if waited or request in running:
+            was_waiting = self._late.pop(request.number, None) is not None or self.line.take_out(request)
+            if was_waiting or request in running:
                 self.end_whole(request)
-                where = "running" if running.get(request) else "waiting in the queue"
-                expired.append((request, DeadlineExceeded(f"was {where} at its deadline")))
+                state_text = "running" if running.get(request) else "waiting in the queue"
+                expired.append((request, DeadlineExceeded(f"was {state_text} at its deadline")))
         self.line.presence.look()
         return expired
 
     def paused(self, seconds: float, now: float) -> None:
         """The clock stood still for so long, but the clients' time went on: bring their deadlines forward."""
-        running = {part.request for seat in self.seats for job in seat.jobs.values() for part in job.awaited}
+        running = {item.request for slot in self.seats for batch in slot.jobs.values() for item in batch.awaited}
         for request in {*self.line, *running}:
-            least = now + _GRACE_S if request in running else -math.inf
-            request.deadline = min(request.deadline, max(request.deadline - seconds, least))
+            earliest = now + _GRACE_S if request in running else -math.inf
+            request.deadline = min(request.deadline, max(request.deadline - seconds, earliest))
             self._ends_by(request)
 
     def end(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
@@ -317,13 +317,13 @@ class Scheduler:
     @property
     def may_gather(self) -> bool:
         """Whether a job that could be assigned now may have more, if that comes."""
-        free = (seat.terms.max_rows for seat in self.seats.merging.values() if not seat.jobs)
+        free = (slot.terms.max_rows for slot in self.seats.merging.values() if not slot.jobs)
         return 0 < self.line.normal.count < max(free, default=0)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
-        return not self.line.count and not self._late and not any(seat.jobs for seat in self.seats)
+        return not self.line.count and not self._late and not any(slot.jobs for slot in self.seats)
 
     @property
     def next_event(self) -> float:
@@ -346,9 +346,9 @@ class Scheduler:
         for queue, request in line.turns():
             if line.shared and queue is not line.begun and not self._may_begin(queue, request, now):
                 continue
-            seat = self.seats.freest(request, line.cuts.get(request.number), line.normal, now)
-            if seat is not None and (seat.is_free or is_first):
-                return queue, request, seat
+            slot = self.seats.freest(request, line.cuts.get(request.number), line.normal, now)
+            if slot is not None and (slot.is_free or is_first):
+                return queue, request, slot
             is_first = False
         return None
 
@@ -361,13 +361,13 @@ class Scheduler:
     def _fair_turn(self, now: float) -> tuple[Queued, Request, Seat] | None:
         """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
         line = self.line
-        for seat in self.seats.open(now):
-            for queue, request in line.fair_turns(self.clocks.of(seat.device), lambda each: self._is_long(each, now)):
-                cut = line.cuts.get(request.number)
-                if cut is not None and cut.terms != seat.terms:
+        for slot in self.seats.open(now):
+            for queue, request in line.fair_turns(self.clocks.of(slot.device), lambda each: self._is_long(each, now)):
+                split = line.cuts.get(request.number)
+                if split is not None and split.terms != slot.terms:
                     continue
-                if seat.takes(request.company, now) and (cut is not None or self._may_begin(queue, request, now)):
-                    return queue, request, seat
+                if slot.takes(request.company, now) and (split is not None or self._may_begin(queue, request, now)):
+                    return queue, request, slot
         return None
 
     def _is_long(self, request: Request, now: float) -> bool:
@@ -375,7 +375,7 @@ class Scheduler:
         seconds = self._durations.expected(request.tenant, request.content_bytes)
         if seconds <= self.clocks.max_job_s or seconds <= self._bound(request.tenant, now):
             return False
-        terms = next((seat.terms for seat in self.seats), WHOLE)
+        terms = next((slot.terms for slot in self.seats), WHOLE)
         form = terms.form(request.description)
         return form is None or not terms.cuts(form, request.origin.far)
 
@@ -432,10 +432,10 @@ class Scheduler:
     def _charge(self, seat: Seat, job: Job) -> None:
         """What a job takes goes by its rows, if it is of several tenants."""
         shares: dict[Tenant, float] = {}
-        rows = sum([part.rows for part in job.parts.values()])
-        for part in job.parts.values():
-            share = part.rows / rows if rows else 1.0 / len(job.parts)
-            shares[part.request.tenant] = shares.get(part.request.tenant, 0.0) + share
+        rows = sum([item.rows for item in job.parts.values()])
+        for item in job.parts.values():
+            share = item.rows / rows if rows else 1.0 / len(job.parts)
+            shares[item.request.tenant] = shares.get(item.request.tenant, 0.0) + share
         job.bill = self.clocks.of(seat.device).begin(shares, self.seats.expected(seat, job))
 
     def _formed(self, seat: Seat, request: Request, form: Form, now: float) -> Job:
@@ -452,9 +452,9 @@ class Scheduler:
         for each in group.requests[1:]:
             waiting.remove(each)
         parts = [Part(each.number, each) for each in group.requests]
-        for part in parts:
-            its_form = terms.form(part.request.description)
-            part.rows = its_form.rows if its_form is not None else 0
+        for item in parts:
+            item_key = terms.form(item.request.description)
+            item.rows = item_key.rows if item_key is not None else 0
         return Job.of(parts, form, group.rows)
 
     def _cut(self, request: Request, terms: RowTerms, form: Form) -> Cut:
@@ -502,10 +502,10 @@ class Scheduler:
         """What runs has not been charged yet."""
         self.line.share()
         self._on()
-        for seat in self.seats:
-            for job in seat.jobs.values():
-                if job.bill is None:
-                    self._charge(seat, job)
+        for slot in self.seats:
+            for batch in slot.jobs.values():
+                if batch.bill is None:
+                    self._charge(slot, batch)
 
     def _on(self) -> None:
         """The model runs on other devices than before."""
@@ -514,10 +514,10 @@ class Scheduler:
 
     def _begin_anew(self) -> None:
         """What has begun on a model that no seat serves any more runs on the one that is served, all of it."""
-        for cut in [cut for cut in self.line.cuts.values() if cut.is_pending]:
-            if self.seats.enlisted and not self.seats.devices(cut.terms):
-                self.end_whole(cut.request)
-                self.line.put_first([cut.request])
+        for split in [split for split in self.line.cuts.values() if split.is_pending]:
+            if self.seats.enlisted and not self.seats.devices(split.terms):
+                self.end_whole(split.request)
+                self.line.put_first([split.request])
 
     def _ends_by(self, request: Request) -> None:
         """A request is outstanding from now on."""
@@ -526,7 +526,7 @@ class Scheduler:
 
     def _outstanding(self) -> Iterator[Request]:
         yield from self.line
-        yield from (part.request for seat in self.seats for job in seat.jobs.values() for part in job.awaited)
+        yield from (item.request for slot in self.seats for batch in slot.jobs.values() for item in batch.awaited)
 
     def _end_of_seats(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
         ran = self.seats.end(unfit)

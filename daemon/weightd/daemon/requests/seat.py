@@ -61,27 +61,27 @@ class Seat:
 
     def long_jobs(self, now: float, long_s: float) -> int:
         """Return how many of its jobs are expected to take long, or already have run for `long_s` seconds."""
-        return sum(job.is_long or job.began + long_s <= now for job in self.jobs.values())
+        return sum(batch.is_long or batch.began + long_s <= now for batch in self.jobs.values())
 
     @property
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""
-        return any(job.company is Company.CONFINED for job in self.jobs.values())
+        return any(batch.company is Company.CONFINED for batch in self.jobs.values())
 
     @property
     def tenants(self) -> set[Tenant]:
         """Whose jobs it has."""
-        return {request.tenant for job in self.jobs.values() for request in job.requests}
+        return {request.tenant for batch in self.jobs.values() for request in batch.requests}
 
     @property
     def since(self) -> float:
         """When it began with the job that runs longest; later than any clock says where none does."""
-        return min((job.began for job in self.jobs.values()), default=float("inf"))
+        return min((batch.began for batch in self.jobs.values()), default=float("inf"))
 
     @property
     def ready(self) -> list[Job]:
         """The jobs that wait for those that run."""
-        return [job for job in self.jobs.values() if not job.has_begun]
+        return [batch for batch in self.jobs.values() if not batch.has_begun]
 
     def takes(self, company: Company, now: float) -> bool:
         """Return whether it takes one more job that bears this company, be it behind what it has."""
@@ -89,7 +89,7 @@ class Seat:
             return True
         if self.lockstep is not None:
             return False
-        if company is not Company.ANY or any(job.company is not Company.ANY for job in self.jobs.values()):
+        if company is not Company.ANY or any(batch.company is not Company.ANY for batch in self.jobs.values()):
             return False
         if self.is_free:
             return True
@@ -125,5 +125,5 @@ class Seat:
 
     def _begin(self, now: float) -> None:
         """What was ready begins where there is room."""
-        for job in list(self.jobs.values())[: self.concurrency]:
-            job.began = min(job.began, now)
+        for batch in list(self.jobs.values())[: self.concurrency]:
+            batch.began = min(batch.began, now)

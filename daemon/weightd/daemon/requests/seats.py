@@ -165,9 +165,9 @@ class Seats:
         self._paused.pop(seat.name, None)
         self._find_merging()
         seat.lost()
-        for job in seat.jobs.values():
-            job.settle(0.0)
-        return [part for job in seat.jobs.values() for part in job.awaited]
+        for batch in seat.jobs.values():
+            batch.settle(0.0)
+        return [item for batch in seat.jobs.values() for item in batch.awaited]
 
     def of(self, process: str) -> Seat | None:
         """Return where the process runs jobs, or has run some that it may still answer."""
@@ -200,20 +200,20 @@ class Seats:
             now: the clock.
         """
         freest, least = None, float("inf")
-        for seat in self.enlisted.values():
-            if cut is not None and seat.terms != cut.terms:
+        for slot in self.enlisted.values():
+            if cut is not None and slot.terms != cut.terms:
                 continue
-            if not seat.jobs:
-                return seat
-            load = len(seat.jobs) / seat.concurrency
-            if load < least and seat.takes(request.company, now) and self._may_be_behind(seat, request, waiting, now):
-                freest, least = seat, load
+            if not slot.jobs:
+                return slot
+            load = len(slot.jobs) / slot.concurrency
+            if load < least and slot.takes(request.company, now) and self._may_be_behind(slot, request, waiting, now):
+                freest, least = slot, load
         return freest
 
     def open(self, now: float) -> list[Seat]:
         """Return those that would begin with a job at once, the one with the least to do first."""
-        free = [seat for seat in self.enlisted.values() if seat.is_free and seat.takes(Company.ANY, now)]
-        return sorted(free, key=lambda seat: len(seat.jobs) / seat.concurrency)
+        free = [slot for slot in self.enlisted.values() if slot.is_free and slot.takes(Company.ANY, now)]
+        return sorted(free, key=lambda slot: len(slot.jobs) / slot.concurrency)
 
     def together(self, seat: Seat, request: Request, form: Form, waiting: forming.Mates, now: float) -> forming.Group:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
@@ -232,8 +232,8 @@ class Seats:
 
     def give(self, seat: Seat, job: Job, now: float) -> None:
         """Have the seat run a job, as soon as it has nothing before it."""
-        for part in job.parts.values():
-            request = part.request
+        for item in job.parts.values():
+            request = item.request
             if not request.begun:
                 request.begun = True
                 waited = now - request.arrived
@@ -274,50 +274,50 @@ class Seats:
 
         What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
-        return list(self._end(lambda job: [part for part in job.awaited if unfit(part.request)]).items())
+        return list(self._end(lambda batch: [item for item in batch.awaited if unfit(item.request)]).items())
 
     def end_each(self, requests: Sequence[Request]) -> dict[Request, bool]:
         """End what seats have of these requests, without a look at others; return them as `end` does."""
 
-        def gone(job: Job) -> list[Part]:
-            return [part for each in requests if (part := job.part_of(each)) is not None and part.is_awaited]
+        def gone(batch: Job) -> list[Part]:
+            return [item for each in requests if (item := batch.part_of(each)) is not None and item.is_awaited]
 
         return self._end(gone)
 
     def recall(self, cut: Cut) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""
-        for seat in self._seats.values():
-            for job in seat.ready:
-                mine = [part.number for part in job.parts.values() if part.cut is cut]
+        for slot in self._seats.values():
+            for batch in slot.ready:
+                mine = [item.number for item in batch.parts.values() if item.cut is cut]
                 if mine:
-                    self._recall(seat, job, mine)
+                    self._recall(slot, batch, mine)
 
     def overdue(self, now: float) -> Iterator[Overdue]:
         """Take out the seats that have computed for too long, and take back what waits behind one that runs long."""
         if now < self.look:
             return
-        for seat in list(self._seats.values()):
-            if not seat.jobs:
+        for slot in list(self._seats.values()):
+            if not slot.jobs:
                 continue
-            if now >= seat.since + self._predict_timeout:
-                longest = min(seat.jobs.values(), key=lambda job: job.began)
-                del seat.jobs[longest.number]
+            if now >= slot.since + self._predict_timeout:
+                longest = min(slot.jobs.values(), key=lambda batch: batch.began)
+                del slot.jobs[longest.number]
                 longest.settle(now - longest.began)
-                for part in longest.parts.values():
-                    self._tell_ran(longest, part, now - longest.began, now)
-                yield Overdue(seat, longest, self.remove(seat))
-            elif now >= seat.since + QUICK_S:
-                again = [part for job in seat.ready for part in self._recall(seat, job, list(job.parts))]
-                yield Overdue(seat, None, again)
-        self.look = min((self._due(seat) for seat in self._seats.values()), default=float("inf"))
+                for item in longest.parts.values():
+                    self._tell_ran(longest, item, now - longest.began, now)
+                yield Overdue(slot, longest, self.remove(slot))
+            elif now >= slot.since + QUICK_S:
+                requeued = [item for batch in slot.ready for item in self._recall(slot, batch, list(batch.parts))]
+                yield Overdue(slot, None, requeued)
+        self.look = min((self._due(slot) for slot in self._seats.values()), default=float("inf"))
 
     def take_back(self, but: Tenant) -> list[Part]:
         """Take back what seats have not begun with and is another tenant's; return what is awaited of that."""
         again: list[Part] = []
-        for seat in self._seats.values():
-            for job in seat.ready:
-                if any(request.tenant is not but for request in job.requests):
-                    again += self._recall(seat, job, list(job.parts))
+        for slot in self._seats.values():
+            for batch in slot.ready:
+                if any(request.tenant is not but for request in batch.requests):
+                    again += self._recall(slot, batch, list(batch.parts))
         return again
 
     def take_recalled(self) -> Sequence[tuple[Seat, int]]:
@@ -336,18 +336,18 @@ class Seats:
     def running(self) -> int:
         """Requests of which they have something that somebody waits for."""
         return len(
-            {part.request for seat in self._seats.values() for job in seat.jobs.values() for part in job.awaited}
+            {item.request for slot in self._seats.values() for batch in slot.jobs.values() for item in batch.awaited}
         )
 
     def devices(self, terms: RowTerms) -> list[str]:
         """Return where those are that take jobs on these terms."""
-        return [seat.device for seat in self.enlisted.values() if seat.terms == terms]
+        return [slot.device for slot in self.enlisted.values() if slot.terms == terms]
 
     def run_confined(self, tenant: Tenant | None = None) -> bool:
         """Return whether a seat has a job that is confined, or was lost to one; of this tenant where one is given."""
         if self._missed and (tenant is None or tenant in self._missed):
             return True
-        return any(seat.has_confined and (tenant is None or tenant in seat.tenants) for seat in self._seats.values())
+        return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._seats.values())
 
     def lost_to(self, tenant: Tenant, now: float) -> None:
         """A seat is about to be lost to what a tenant has asked: that was its seat until another one is there."""
@@ -361,7 +361,7 @@ class Seats:
             return
         there = len(self.enlisted) + len(self._paused)
         self._missed = {
-            tenant: (count, until) for tenant, (count, until) in self._missed.items() if there < count and now < until
+            tenant: (count, deadline) for tenant, (count, deadline) in self._missed.items() if there < count and now < deadline
         }
 
     def retry_after(self, queued: int, now: float) -> float | None:
@@ -373,14 +373,14 @@ class Seats:
         taking = len(self.enlisted) + len(self._paused)
         if not self._ran or not taking:
             return None
-        running = max((now - seat.since for seat in self._seats.values() if seat.jobs), default=0.0)
+        running = max((now - slot.since for slot in self._seats.values() if slot.jobs), default=0.0)
         seconds = max(self.mean, running) * queued / taking
         return max(seconds, _LEAST_RETRY_S)
 
     def spare(self, now: float, long_s: float) -> int:
         """Return how many jobs the seats could run beside those that are long, or have run for `long_s` seconds."""
         seats = (*self.enlisted.values(), *self._paused.values())
-        return sum(max(0, seat.concurrency - seat.long_jobs(now, long_s)) for seat in seats)
+        return sum(max(0, slot.concurrency - slot.long_jobs(now, long_s)) for slot in seats)
 
     # --- within -------------------------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class Seats:
         who has just been answered asks again.
         """
         seats = self.merging.values()
-        running = sum(job.count for each in seats for job in each.jobs.values())
+        running = sum(batch.count for each in seats for batch in each.jobs.values())
         peak = self._peak.add(waiting + running, now)
         end = now + self.times.expected(seat.device, form.kind, min(waiting * form.rows, seat.terms.max_rows))
         return math.ceil(peak / (1 + sum(self._free_at(each) <= end for each in seats if each is not seat)))
@@ -411,22 +411,22 @@ class Seats:
     def _free_at(self, seat: Seat) -> float:
         """When a seat will have run what it has, as far as is known."""
         at = seat.since if seat.jobs else -math.inf
-        for job in seat.jobs.values():
-            if job.form is None:
+        for batch in seat.jobs.values():
+            if batch.form is None:
                 return math.inf
-            at += self.times.expected(seat.device, job.form.kind, job.rows)
+            at += self.times.expected(seat.device, batch.form.kind, batch.rows)
         return at
 
     def _end(self, chosen: Callable[[Job], list[Part]]) -> dict[Request, bool]:
         """End the requests of the parts that are chosen of each job; return whether a seat is running any of each."""
         ended: dict[Request, bool] = {}
-        for seat in self._seats.values():
-            for job in list(seat.jobs.values()):
-                gone = chosen(job)
-                for part in gone:
-                    ended[part.request] = ended.get(part.request, False) or job.has_begun
-                if gone and not job.has_begun:
-                    self._recall(seat, job, [part.number for part in gone])
+        for slot in self._seats.values():
+            for batch in list(slot.jobs.values()):
+                chosen_items = chosen(batch)
+                for item in chosen_items:
+                    ended[item.request] = ended.get(item.request, False) or batch.has_begun
+                if chosen_items and not batch.has_begun:
+                    self._recall(slot, batch, [item.number for item in chosen_items])
         for request in ended:
             request.ended = True
         return ended
@@ -438,7 +438,7 @@ class Seats:
         if not job.parts:
             job.settle(0.0)
             del seat.jobs[job.number]
-        return [part for part in parts if part.is_awaited]
+        return [item for item in parts if item.is_awaited]
 
     def _due(self, seat: Seat) -> float:
         if not seat.jobs:
@@ -446,4 +446,4 @@ class Seats:
         return seat.since + (QUICK_S if seat.ready else self._predict_timeout)
 
     def _find_merging(self) -> None:
-        self.merging = {name: seat for name, seat in self.enlisted.items() if seat.terms.merges}
+        self.merging = {name: slot for name, slot in self.enlisted.items() if slot.terms.merges}

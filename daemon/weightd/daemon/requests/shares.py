@@ -94,22 +94,22 @@ class Clock:
         entries: list[tuple[Tenant, float, float]] = []
         for index, (tenant, share) in enumerate(shares.items()):
             self.comes(tenant)
-            account = self._of(tenant)
-            account.paid = max(account.paid, now - MOST_OWED_S / account.weight)
+            tenant_share = self._of(tenant)
+            tenant_share.paid = max(tenant_share.paid, now - MOST_OWED_S / tenant_share.weight)
             if not index:
-                self._now = max(now, account.paid)
+                self._now = max(now, tenant_share.paid)
             guessed = guess * share
-            account.guessed += guessed
-            account.turn = turn
+            tenant_share.guessed += guessed
+            tenant_share.turn = turn
             entries.append((tenant, share, guessed))
         return Bill(self, entries)
 
     def end(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
         """A job that had begun has ended after so many seconds."""
         for tenant, share, guessed in entries:
-            account = self._of(tenant)
-            account.guessed = max(0.0, account.guessed - guessed)
-            account.paid += seconds * share / account.weight
+            tenant_share = self._of(tenant)
+            tenant_share.guessed = max(0.0, tenant_share.guessed - guessed)
+            tenant_share.paid += seconds * share / tenant_share.weight
         for tenant, _, _ in entries:
             self.goes(tenant)
 

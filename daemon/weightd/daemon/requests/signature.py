@@ -133,8 +133,8 @@ class Signature:
         """Return those who wait and are chosen, and forget them."""
         if not self._waiters:
             return []
-        taken = [waiter for waiter in self._waiters if chosen(waiter)]
-        self._waiters = [waiter for waiter in self._waiters if not chosen(waiter)]
+        taken = [request for request in self._waiters if chosen(request)]
+        self._waiters = [request for request in self._waiters if not chosen(request)]
         return taken
 
 

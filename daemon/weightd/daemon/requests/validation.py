@@ -162,9 +162,9 @@ def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[Ten
 
 def check_same(old: Built, new: Built) -> str:
     """Return how the signature of `new` differs from that of `old`, so that a client would notice, or ""."""
-    for what, had, has in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
-        if {each.name: each for each in had} != {each.name: each for each in has}:
-            return f"{what}: expected {_described(had)}, got {_described(has)}"
+    for kind, old_tensors, new_tensors in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
+        if {each.name: each for each in old_tensors} != {each.name: each for each in new_tensors}:
+            return f"{kind}: expected {_described(old_tensors)}, got {_described(new_tensors)}"
     if new.gears and not (old.gears and {*old.gears} <= {*new.gears}):
         return f"sizes: expected {_every(old) or 'any'}, got {_every(new)}"
     return ""

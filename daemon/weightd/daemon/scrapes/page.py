@@ -71,5 +71,5 @@ class Page:
         self._text, self._parts = "".join(self._parts).encode(), []
         self._until = self._clock() + self._age
         waiting, self._waiting = self._waiting, []
-        for give in waiting:
-            give(self._text)
+        for on_text in waiting:
+            on_text(self._text)

@@ -214,21 +214,21 @@ class Accounts:
 
     def items(self, tenant: str) -> Iterator[tuple[str, Account]]:
         """Yield the models of which a tenant has asked anything, each with the account."""
-        for model, account in self._tenants.get(tenant, {}).items():
-            if not account.is_blank:
-                yield model, account
+        for model, usage in self._tenants.get(tenant, {}).items():
+            if not usage.is_blank:
+                yield model, usage
 
     def total(self, tenant: str) -> Account:
         """Return the sum of all that a tenant has; what is in flight, too."""
         total = Account()
-        for account in self._tenants.get(tenant, {}).values():
-            total.add(account)
-            total.in_flight += account.in_flight
+        for usage in self._tenants.get(tenant, {}).values():
+            total.add(usage)
+            total.in_flight += usage.in_flight
         return total
 
     def seat_seconds(self, tenant: str) -> float:
         """Return those that all requests of a tenant have taken."""
-        return sum(account.seat_seconds for account in self._tenants.get(tenant, {}).values())
+        return sum(usage.seat_seconds for usage in self._tenants.get(tenant, {}).values())
 
     def tick(self) -> None:
         """Some seconds have passed, about as many as since the last call: shares are those since the first of some."""
@@ -243,21 +243,21 @@ class Accounts:
 
     def keep(self, tenants: Collection[str], models: Collection[str]) -> None:
         """These are all there are: forget the other tenants, and put together what was asked of other models."""
-        for tenant, accounts in list(self._tenants.items()):
-            is_idle = not any(account.in_flight for account in accounts.values())
+        for tenant, usages in list(self._tenants.items()):
+            is_idle = not any(usage.in_flight for usage in usages.values())
             if tenant not in tenants and is_idle:
                 del self._tenants[tenant]
                 continue
-            for model, account in list(accounts.items()):
-                if model != ELSEWHERE and model not in models and not account.in_flight:
-                    del accounts[model]
-                    self.of(tenant, ELSEWHERE).add(account)
+            for model, usage in list(usages.items()):
+                if model != ELSEWHERE and model not in models and not usage.in_flight:
+                    del usages[model]
+                    self.of(tenant, ELSEWHERE).add(usage)
 
     def figures(self) -> Iterator[Figures]:
         """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
         for tenant in list(self._tenants):
-            for model, account in list(self.items(tenant)):
-                yield account.figures(tenant, model)
+            for model, usage in list(self.items(tenant)):
+                yield usage.figures(tenant, model)
 
     def restore(self, written: Iterable[Figures]) -> None:
         """Go on from what was written down."""

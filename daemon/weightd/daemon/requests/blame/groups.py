@@ -58,7 +58,7 @@ class Groups:
             accused.deaths += 1
             self._lost.update(dict.fromkeys(seat.lives_on, _Lost(accused)))
         ended: list[tuple[Request, RequestError]] = []
-        for request in dict.fromkeys(part.request for part in job.awaited):
+        for request in dict.fromkeys(item.request for item in job.awaited):
             # Those that have run parts of it at the same time may have been lost to the same thing.
             if job.began >= request.lost_at:
                 request.losses += 1

@@ -185,8 +185,8 @@ class Guard:
         self._suspect(origins, now - seat.since, now)
         self._missed(accused, now)
         proven = accused[0].sole if len(accused) == 1 else None
-        awaited = {part.request for job in jobs for part in job.awaited}
-        errors = self._verdicts([job for job in jobs if job.has_begun], end, now, proven=proven is not None)
+        awaited = {item.request for batch in jobs for item in batch.awaited}
+        errors = self._verdicts([batch for batch in jobs if batch.has_begun], end, now, proven=proven is not None)
         self._scheduler.release(process, but=[request for request, _ in errors])
         held = proven if proven is not None and proven.deaths >= MAX_DEATHS else None
         for request, error in errors:
@@ -219,21 +219,21 @@ class Guard:
 
         Nobody waits for what such a seat may still give.
         """
-        for seat, job in self._scheduler.overdue(now):
-            why = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
-            if seat.lockstep is not None:
-                self._lost(seat, job, Loss(why, DeadlineExceeded), now)
-                yield seat, f"{why} (request {', '.join(each.id for each in job.requests)})"
+        for slot, batch in self._scheduler.overdue(now):
+            reason = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
+            if slot.lockstep is not None:
+                self._lost(slot, batch, Loss(reason, DeadlineExceeded), now)
+                yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
                 continue
-            request = job.sole
+            request = batch.sole
             if request is None:
-                self._scheduler.part(job)
-            self._lost_to(job, self._predict_timeout, now)
-            if request is not None and job.awaited:
-                self._end(request, DeadlineExceeded(f"request {request.id}: {why}"), self._hung, now)
+                self._scheduler.part(batch)
+            self._lost_to(batch, self._predict_timeout, now)
+            if request is not None and batch.awaited:
+                self._end(request, DeadlineExceeded(f"request {request.id}: {reason}"), self._hung, now)
             elif request is not None:
                 self._learn_of_ended(request, self._hung, now)
-            yield seat, f"{why} (request {', '.join(each.id for each in job.requests)})"
+            yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
@@ -250,8 +250,8 @@ class Guard:
         _charge(jobs, now)
         seat.jobs.clear()
         self._scheduler.release(seat.name)
-        for job in jobs:
-            self._lost(seat, job, loss, now)
+        for batch in jobs:
+            self._lost(seat, batch, loss, now)
 
     def _lost(self, seat: Seat, job: Job, loss: Loss, now: float) -> None:
         """A group of ranks is lost, of which this job was taken: it waits again, but for what ends."""
@@ -274,11 +274,11 @@ class Guard:
 
     def _accuse(self, jobs: Sequence[Job]) -> set[Origin]:
         """A seat has died of one of these jobs: what they are of runs alone; return who has asked."""
-        for job in jobs:
-            job.keep_apart()
-            if job.sole is not None:
-                job.sole.deaths += 1
-        return {origin for job in jobs for origin in job.origins}
+        for batch in jobs:
+            batch.keep_apart()
+            if batch.sole is not None:
+                batch.sole.deaths += 1
+        return {origin for batch in jobs for origin in batch.origins}
 
     def _lost_to(self, job: Job, ran: float, now: float) -> None:
         """A seat is lost to a job that it has run for `ran` seconds."""
@@ -296,7 +296,7 @@ class Guard:
 
     def _missed(self, jobs: Sequence[Job], now: float) -> None:
         """A seat is about to be lost to these jobs: to a tenant, if all of it is one's."""
-        tenants = {request.tenant for job in jobs for request in job.requests if request.origin.is_tenant}
+        tenants = {request.tenant for batch in jobs for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
             self._scheduler.seats.lost_to(tenant, now)
@@ -306,7 +306,7 @@ class Guard:
     ) -> list[tuple[Request, RequestError]]:
         """Return those requests of what ran that end with their seat, each with the error; the others run again."""
         # Several jobs may be parts of one.
-        began = {request: job.began for job in ran for request in job.requests}
+        began = {request: batch.began for batch in ran for request in batch.requests}
         verdicts = [(each, self._verdict(each, at, end, now, proven=proven)) for each, at in began.items()]
         return [(request, error) for request, error in verdicts if error is not None]
 
@@ -416,6 +416,6 @@ class Guard:
 
 def _charge(jobs: Sequence[Job], now: float) -> None:
     """A seat is lost: what ran there has had it, whoever is to blame."""
-    for job in jobs:
-        if job.has_begun:
-            job.settle(now - job.began)
+    for batch in jobs:
+        if batch.has_begun:
+            batch.settle(now - batch.began)

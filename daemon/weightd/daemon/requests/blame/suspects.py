@@ -87,11 +87,11 @@ class Known:
     def confined(self, now: float) -> list[str]:
         """Return who is."""
         self.forget_expired(now)
-        return [name for name, party in self.parties.items() if party.is_confined]
+        return [name for name, offender in self.parties.items() if offender.is_confined]
 
     def forget_expired(self, now: float) -> None:
         """Forget those to whom no seat was lost for long."""
-        self.parties = {name: party for name, party in self.parties.items() if now < party.forgotten_at}
+        self.parties = {name: offender for name, offender in self.parties.items() if now < offender.forgotten_at}
 
 
 class Suspects:
@@ -126,19 +126,19 @@ class Suspects:
         Raises:
             ResourceExhausted: the text says why, `retry_after` for how long.
         """
-        for name, party in self._parties(origin, now):
-            left = party.refused_until - now
+        for name, offender in self._parties(origin, now):
+            left = offender.refused_until - now
             if left > 0:
-                text = f"{party.deaths} workers were lost to requests of {name}: it is refused for {left:.0f} s more"
+                text = f"{offender.deaths} workers were lost to requests of {name}: it is refused for {left:.0f} s more"
                 raise ResourceExhausted(text, retry_after=left)
 
     def confines(self, origin: Origin, now: float) -> bool:
         """Return whether what the client asks runs apart."""
-        return any(party.is_confined for _, party in self._parties(origin, now))
+        return any(offender.is_confined for _, offender in self._parties(origin, now))
 
     def condemns(self, origin: Origin, now: float) -> bool:
         """Return whether the next seat that is lost to what the client asks ends that request, proven or not."""
-        return any(party.deaths > 1 for _, party in self._parties(origin, now) if party.is_confined)
+        return any(offender.deaths > 1 for _, offender in self._parties(origin, now) if offender.is_confined)
 
     def clear(self) -> None:
         """Forget everything: another model is served. What a tenant has done stays: it may have done it to others."""
@@ -151,6 +151,6 @@ class Suspects:
     def _parties(self, origin: Origin, now: float) -> Iterator[tuple[str, _Party]]:
         known, names = (self.tenants, (origin.far,)) if origin.is_tenant else (self._own, (origin.near, origin.far))
         for name in names:
-            party = known.get(name, now)
-            if party is not None:
-                yield name, party
+            offender = known.get(name, now)
+            if offender is not None:
+                yield name, offender

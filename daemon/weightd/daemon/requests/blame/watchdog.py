@@ -92,19 +92,19 @@ class Watchdog:
         due = Due([], [], [])
         if now < self.next_event:
             return due
-        for name, each in self._watched.items():
-            if now >= each.patience:
+        for name, watched in self._watched.items():
+            if now >= watched.patience:
                 due.silent.append(name)
-            elif each.pinged:
+            elif watched.pinged:
                 continue
-            elif now >= each.proved + self._canary_interval:
+            elif now >= watched.proved + self._canary_interval:
                 due.canary.append(name)
-                each.pinged, each.proving, each.patience = True, True, now + self._canary_patience
-            elif now >= self._next(each) and is_busy(name):
-                each.look = now + self.period / 4
-            elif now >= self._next(each):
+                watched.pinged, watched.proving, watched.patience = True, True, now + self._canary_patience
+            elif now >= self._next(watched) and is_busy(name):
+                watched.look = now + self.period / 4
+            elif now >= self._next(watched):
                 due.plain.append(name)
-                each.pinged, each.patience = True, now + self.period / 2
+                watched.pinged, watched.patience = True, now + self.period / 2
         for name in due.silent:
             del self._watched[name]
         self._look_ahead()

@@ -33,9 +33,9 @@ class Cut:
         self.ended = False
         # Each part writes its own rows, as long as that is nothing that another one has still to read.
         self._rooms = {
-            index: room
-            for index, room in request.places.outputs.items()
-            if room.nbytes % form.rows == 0 and not any(map(room.overlaps, request.places.inputs.values()))
+            index: output_location
+            for index, output_location in request.places.outputs.items()
+            if output_location.nbytes % form.rows == 0 and not any(map(output_location.overlaps, request.places.inputs.values()))
         }
         # Pairs of the first row, and the one after the last, in ascending order.
         self._ranges = [(0, form.rows)]
@@ -89,14 +89,14 @@ class Cut:
         placed: dict[int, Place] = {}
         for index, spec in enumerate(self.request.description.inputs):
             row_bytes = spec.nbytes // self.form.rows
-            place = places.inputs.get(index)
-            if place is None:
+            location = places.inputs.get(index)
+            if location is None:
                 frame = next(rest)
                 begin = first * row_bytes
                 frames.append(memoryview(frame)[begin : begin + rows * row_bytes] if self._has_rows(spec) else frame)
             else:
-                placed[index] = self._slice(place, first, rows) if self._has_rows(spec) else place
-        rooms = {index: self._slice(room, first, rows) for index, room in self._rooms.items()}
+                placed[index] = self._slice(location, first, rows) if self._has_rows(spec) else location
+        rooms = {index: self._slice(output_location, first, rows) for index, output_location in self._rooms.items()}
         return frames, Places(placed, rooms) if placed or rooms else NOWHERE
 
     def add(self, first: int, rows: int, result: Result, frames: Sequence[Any]) -> tuple[Result, list[Any]] | None:

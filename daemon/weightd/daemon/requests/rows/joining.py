@@ -36,16 +36,16 @@ def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[Respons
         Internal: the pieces do not fit together. The text names the output, what was expected and what came.
     """
     first = pieces[0].description
-    total = sum(piece.rows for piece in pieces)
+    total = sum(partial.rows for partial in pieces)
     outputs: list[TensorSpec] = []
     frames: list[Any] = []
     for index, spec in enumerate(first.outputs):
         has_rows = spec.name in with_rows
-        for piece in pieces:
-            _check(spec, piece, index, has_rows=has_rows, frame=pieces[0].frames[index])
+        for partial in pieces:
+            _check(spec, partial, index, has_rows=has_rows, frame=pieces[0].frames[index])
         if has_rows:
             outputs.append(dataclasses.replace(spec, shape=(total, *spec.shape[1:])))
-            frames.append(_together([piece.frames[index] for piece in pieces]))
+            frames.append(_together([partial.frames[index] for partial in pieces]))
         else:
             outputs.append(spec)
             frames.append(pieces[0].frames[index])

@@ -44,8 +44,8 @@ class Times:
 
         What is known of more rows tells what less of them take in proportion: less are tried then, and known.
         """
-        while rows > 1 and (near := self._near(device, kind, rows)) and near[1] * rows / near[0] > seconds:
-            rows = max(1, min(rows - 1, int(seconds * near[0] / near[1])))
+        while rows > 1 and (nearest := self._near(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
+            rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))
         return rows
 
     def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
