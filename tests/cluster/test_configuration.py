@@ -34,7 +34,7 @@ def test_all_that_a_daemon_has_is_in_its_directory() -> None:
     config = load_text(configuration.text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml"))
     daemon = config.daemon
     assert f"unix://{daemon.unix_socket}" == configuration.address(Path("/d/x"))
-    for each in (daemon.unix_socket, daemon.lane_socket, daemon.private_dir, daemon.counters_file):
+    for each in (daemon.unix_socket, daemon.channel_socket, daemon.private_dir, daemon.counters_file):
         assert each.is_relative_to("/d/x")
     assert config.models["m"].workers == 2
 

@@ -21,8 +21,8 @@ from testkit.waiting import until
 from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
-from weightd.daemon.doctor.verdicts.finding import EXITS
-from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, DEATH, MEMORY
+from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS
+from weightd.daemon.doctor.verdicts.trial import ATTACH, BUILD, HOLDER_EXIT, MEMORY
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ranktable import Device
 
@@ -96,7 +96,7 @@ def directories() -> set[Path]:
 
 def not_reached(done: Done, *but: str) -> None:
     """Every step of the self-test but these was not reached."""
-    steps = set(trial_checks.NAMES) - set(but)
+    steps = set(trial_checks.CHECK_NAMES) - set(but)
     assert {name for name in steps if done.text(name).startswith("not testable: not reached")} == steps
 
 
@@ -106,11 +106,11 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     before = directories()
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
-    assert set(trial_checks.NAMES) <= done.those("pass")
+    assert set(trial_checks.CHECK_NAMES) <= done.those("pass")
     assert "container" in done.text("current_pid")
     assert re.search("pass: 0 of (63|32) on ascend:0", done.text("processes"))  # fewer in a virtual machine
     assert "one with a copy of its own takes 218 MiB" in done.text(MEMORY)
-    assert "reference-counted" in done.text(DEATH)
+    assert "reference-counted" in done.text(HOLDER_EXIT)
     # holder, worker, a private copy, a later worker, a stranger, a late worker
     assert host.count("build") == 6
     assert "is not on the list" in host.driver_log()[-1]
@@ -128,7 +128,7 @@ def test_the_oldest_interpreter_and_answers_that_differ_within_the_models_keys(
     done = doctor(variables, "--model", model, "--limit", LIMIT_S, "--python", python, *keys)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
     assert "Python 3.7" in done.text("interpreter")
-    assert "strict: the worker cannot go on" in done.text(DEATH)
+    assert "strict: the worker cannot go on" in done.text(HOLDER_EXIT)
 
 
 def test_a_virtual_instance_refuses_imports(host: Host, model: Path, variables: dict[str, str]) -> None:
@@ -177,14 +177,14 @@ def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Ca
     done = doctor(two, "--ranks", "--rank-table", table)
     assert done.status == 0, done
     # Where this machine has no /etc/hccn.conf, no addresses are known.
-    assert {*rank_checks.NAMES} - done.those("pass") <= {rank_checks.ADDRESSES}
+    assert {*rank_checks.CHECK_NAMES} - done.those("pass") <= {rank_checks.ADDRESSES}
     assert done.text(rank_checks.TABLE) == f"pass: {table}: 2 ranks on localhost -> "
     done = doctor({**two, "ASCEND_RT_VISIBLE_DEVICES": "1"}, "--ranks", "ascend:0,ascend:1", "--rank-table", table)
     assert (done.status, done.those("fail")) == (1, {rank_checks.CARDS, rank_checks.TABLE})
 
 
 def test_it_says_how_the_daemon_learns_of_exits() -> None:
-    pidfds, other = (doctor(dict(os.environ), under=each).text(EXITS) for each in ((), surroundings.command("ENOSYS")))
+    pidfds, other = (doctor(dict(os.environ), under=each).text(PROCESS_EXITS) for each in ((), surroundings.command("ENOSYS")))
     assert re.fullmatch(r"pass: Linux \S+: pidfds -> ", pidfds)
     assert re.search(r"for lack of pidfds: pidfd_open: Function not implemented", other)
 
@@ -195,10 +195,10 @@ def test_no_ascend_at_all(python: str) -> None:
         pytest.skip("this machine has cards")
     done = doctor(dict(os.environ), "--model", "any.mindir", "--ranks", "--python", python)
     good = python == sys.executable
-    assert (done.status, done.those("pass")) == ((69, {"interpreter", EXITS}) if good else (1, {EXITS}))
+    assert (done.status, done.those("pass")) == ((69, {"interpreter", PROCESS_EXITS}) if good else (1, {PROCESS_EXITS}))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
     assert "no Ascend driver or library is here" in done.text("ascend")
-    assert len(done.those("not testable")) == 1 + len(checks.NAMES) + len(rank_checks.NAMES) + len(trial_checks.NAMES)
+    assert len(done.those("not testable")) == 1 + len(checks.CHECK_NAMES) + len(rank_checks.CHECK_NAMES) + len(trial_checks.CHECK_NAMES)
     not_reached(done)
 
 

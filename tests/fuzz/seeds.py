@@ -103,7 +103,7 @@ def _zmtp() -> dict[str, bytes]:
         "handshake": zmtp.written(zmtp.GREETING[:20], zmtp.GREETING[20:] + zmtp.READY, small, is_ready=False),
         "no-greeting": zmtp.written(b"GET / HTTP/1.1\r\n", is_ready=False),
         "too-many": zmtp.written(b"\1\0" * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS) + b"\0\0"),
-        "too-long": zmtp.written(b"\2" + (zmtp.BOUNDS.frame + 1).to_bytes(8, "big")),
+        "too-long": zmtp.written(b"\2" + (zmtp.BOUNDS.max_frame_bytes + 1).to_bytes(8, "big")),
         "flags": zmtp.written(small + b"\x10\0"),
     }
     return {f"zmtp/{name}": data for name, data in found.items()}

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from weightd.daemon.doctor.facts.unit import ask
+from weightd.daemon.doctor.facts.unit import read_unit
 
 from . import units
 from .manager import Manager
@@ -86,7 +86,7 @@ def test_every_example_is_understood(manager: Manager) -> None:
 
 
 def test_the_doctor_understands_what_systemd_says_of_a_unit_with_the_example_for_cards(manager: Manager) -> None:
-    asked = ask("weightd.service", manager.root, manager.run)
+    asked = read_unit("weightd.service", manager.root, manager.run)
     assert (asked.user, asked.hides_devices) == ("weightd", True)
     drop_ins = "/run/systemd/system/weightd.service.d"
     example = (units.DIRECTORY / "examples/weightd.service.d/ascend.conf").read_text("utf-8")
@@ -95,19 +95,19 @@ def test_the_doctor_understands_what_systemd_says_of_a_unit_with_the_example_for
     manager.write(f"{drop_ins}/more.conf", '[Service]\nEnvironmentFile=-/run/more\nEnvironment="WORDS=one two"\n')
     try:
         manager.systemctl("daemon-reload")
-        asked = ask("weightd.service", manager.root, manager.run)
+        asked = read_unit("weightd.service", manager.root, manager.run)
     finally:
         for each in ("ascend.conf", "more.conf"):
             manager.path(f"{drop_ins}/{each}").unlink()
         manager.systemctl("daemon-reload")
     assert not asked.hides_devices
-    assert {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(asked.allowed or ())
+    assert {"/dev/davinci0", "/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"} <= set(asked.allowed_devices or ())
     assert "HwHiAiUser" in asked.groups
     assert asked.environment["ASCEND_HOME_PATH"] == "/usr/local/Ascend/ascend-toolkit/latest"
     assert (asked.environment["ASCEND_RT_VISIBLE_DEVICES"], asked.environment["WORDS"]) == ("1,2", "one two")
     assert asked.environment["HOME"] == "/var/lib/weightd"
     with pytest.raises(OSError, match=r"systemd has no unit nothing\.service"):
-        ask("nothing.service", manager.root, manager.run)
+        read_unit("nothing.service", manager.root, manager.run)
 
 
 def test_user_and_group_are_static_and_may_not_log_in(manager: Manager) -> None:

@@ -173,7 +173,7 @@ def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems
     if not arguments.address:
         model = _checked(arguments, path or f"/{_stand_in(table)}", problems)
         workers = model.workers * len(model.devices)
-        cores = 1 if model.on_cards else workers * model.threads
+        cores = 1 if model.is_on_cards else workers * model.threads
     most = max(_ONGOING_OF_WORKER * workers, _LEAST_ONGOING)
     return dataclasses.replace(
         arguments,

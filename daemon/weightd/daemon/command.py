@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from weightd.daemon import exits
-from weightd.daemon.config.check import described, problems
+from weightd.daemon.config.check import describe_config, find_problems
 from weightd.daemon.config.defaults import default_path, unit_of
-from weightd.daemon.config.load import ConfigError, examine, parse
-from weightd.daemon.config.tenants import warnings
+from weightd.daemon.config.load import ConfigError, check_config, parse
+from weightd.daemon.config.tenants import find_warnings
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.service import Manager
 from weightd.daemon.doctor import arguments as doctor
@@ -119,25 +119,25 @@ def _check(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _ended)
     unit = unit_of(options.config)
-    config, loadable, found = examine(options.config, unit)
+    config, loadable, found = check_config(options.config, unit)
     members = {name for group in config.groups.values() for name in group.models}
-    wrong = problems(loadable, members)
+    wrong = find_problems(loadable, members)
     found += [f"{options.config}: {problem}" for name in wrong for problem in wrong[name]]
     for problem in found:
         logs.complain(problem)
     loads = True
     if options.load:
-        from weightd.daemon.doctor.trial.loading import failures  # noqa: PLC0415 - the daemon itself has no use for it
+        from weightd.daemon.doctor.trial.loading import find_load_failures  # noqa: PLC0415 - the daemon itself has no use for it
 
         environment.reduce(os.environ, config.daemon.pass_environment)
-        for problem in failures({name: model for name, model in config.models.items() if not wrong[name]}):
+        for problem in find_load_failures({name: model for name, model in config.models.items() if not wrong[name]}):
             loads = False
             logs.complain(f"{options.config}: {problem}")
     if found or not loads:
         return exits.CONFIG if found else exits.MODEL_FAILED
-    for line in described(config):
+    for line in describe_config(config):
         print(line)
-    for warning in warnings(config.tenants, config.models):
+    for warning in find_warnings(config.tenants, config.models):
         logs.complain(f"{options.config}: warning: {warning}")
     where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
     by = f" for {unit.name}" if unit else ""
@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check)
 
-    doctor.describe(commands.add_parser("doctor", help=doctor.HELP))
+    doctor.add_arguments(commands.add_parser("doctor", help=doctor.HELP))
 
     gateway = commands.add_parser("gateway", help=gatewaycommand.HELP)
     gatewaycommand.describe(gateway)

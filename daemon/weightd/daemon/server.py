@@ -18,11 +18,11 @@ from weightd.daemon.children.backend import Backend
 from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.running import Running
 from weightd.daemon.clients.access import Access
-from weightd.daemon.clients.connection import foreign_identity
+from weightd.daemon.clients.connection import proxied_identity
 from weightd.daemon.clients.frontend import Frontend
 from weightd.daemon.clients.gates import Bounds, Gates, Lock
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.listeners import NONE, keys_of
+from weightd.daemon.config.listeners import NONE, allowed_keys
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity import handover
@@ -147,7 +147,7 @@ class Server:
         self._tenants = Directory(config.tenants)
         self._accounts = Accounts()
         self._meters = Meters()
-        self._totals = Totals(lambda: self._frontend.dropped)
+        self._totals = Totals(lambda: self._frontend.dropped_responses)
         self._access = Access(self._tenants, self._accounts, _admitted(config))
         self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
         self._loading = Loading(self._copied)
@@ -238,10 +238,10 @@ class Server:
             self,
             max_shm_bytes=shared,
             user_limits=daemon.user_limits,
-            access=self._access,
+            authorizer=self._access,
             log=self._client_log,
         )
-        self._backend.on_several(self._frontend.hold)
+        self._backend.on_several(self._frontend.cork)
         for listener in sockets.unix:
             self._frontend.listen(listener)
         listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
@@ -288,18 +288,18 @@ class Server:
         config, tenants = self._config.listeners[listener], self._config.tenants
         return Lock(
             config.secret,
-            keys_of(config, tenants),
+            allowed_keys(config, tenants),
             config.max_connections,
             members(tenants, config.tenants) if tenants else None,
         )
 
     def _adopt(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
-        self._frontend.adopt(connection, foreign_identity(connection, listener, peer))
+        self._frontend.adopt(connection, proxied_identity(connection, listener, peer))
 
     def _resume(self, keeping: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
         before = {record.name: record.config for record in handover.models}
-        for name in dict.fromkeys(device for config in before.values() for device in config.groups):
+        for name in dict.fromkeys(device for config in before.values() for device in config.devices_by_weight_copy):
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
@@ -384,7 +384,7 @@ class Server:
             self._record()
             self._announce(now)
         # The next daemon knows of it now, too.
-        self._frontend.tell_recorded()
+        self._frontend.send_saved_responses()
         if self._one_shot:
             self._look_once(now)
         if self._shutdown.finishing and self._idle():
@@ -537,7 +537,7 @@ class Server:
         if isinstance(outcome, RequestError):
             self._frontend.tell_failed(client, request_id, outcome)
         else:
-            self._frontend.tell_reloaded(client, ReloadResponse(request_id, *outcome))
+            self._frontend.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
     def _reload(self, on_end: Callable[[Change | RequestError], object]) -> None:
         """Have the configuration file read again; call `on_end` once it is in force, or refused.
@@ -609,9 +609,9 @@ class Server:
         before, self._config = self._config, config
         if (config.tenants, _admitted(config)) != (before.tenants, _admitted(before)):
             self._tenants.renew(config.tenants)
-            self._access.admitted = _admitted(config)
-            self._gates.admit({name: self._lock(name) for name in config.listeners})
-            self._frontend.renew()
+            self._access.listener_tenants = _admitted(config)
+            self._gates.update_auth({name: self._lock(name) for name in config.listeners})
+            self._frontend.on_tenants_changed()
         self._look_soon()
         self._account(now)
         file.note = ""
@@ -645,7 +645,7 @@ class Server:
         """A client wants to know what was counted."""
 
         def answer() -> bool:
-            self._frontend.tell_metrics(asker.client, self.metrics(asker.request_id, viewer))
+            self._frontend.reply_metrics(asker.client, self.metrics(asker.request_id, viewer))
             return True
 
         self._reports.ask(asker, answer)
@@ -654,7 +654,7 @@ class Server:
         """A client wants to know what has happened."""
 
         def answer() -> bool:
-            self._frontend.tell_events(asker.client, self._happened.answer(question))
+            self._frontend.reply_events(asker.client, self._happened.answer(question))
             return True
 
         self._reports.ask(asker, answer)
@@ -669,8 +669,8 @@ class Server:
             self._totals,
             self._tenants.known if self._tenants.tells_apart else self._tenants,
             self._accounts,
-            self._frontend.room.held,
-            self._frontend.room.most,
+            self._frontend.memory_budget.used_bytes,
+            self._frontend.memory_budget.max_bytes,
             found.footings,
             found.pss,
         )
@@ -690,7 +690,7 @@ class Server:
     def _answer_own_status(self, asker: Waiter, viewer: Viewer) -> bool:
         models = list(self._fleet.models.values())
         told = own_report(asker.request_id, *self._standing(), viewer.tenant, models, self._accounts)
-        self._frontend.tell_status(asker.client, told)
+        self._frontend.reply_status(asker.client, told)
         return True
 
     def ask_logs(self, client: bytes, question: Logs) -> None:
@@ -707,7 +707,7 @@ class Server:
         """Read one file more."""
         if self._tails[0].step():
             tails = self._tails.pop(0)
-            self._frontend.tell_logs(tails.client, tails.answer)
+            self._frontend.reply_logs(tails.client, tails.answer)
         if self._tails:
             self._loop.soon(self._read_log)
 
@@ -726,18 +726,18 @@ class Server:
             self._devices.values(),
             backend.processes,
             backend.files,
-            self._frontend.dropped,
-            self._frontend.room.held,
-            self._frontend.room.most,
+            self._frontend.dropped_responses,
+            self._frontend.memory_budget.used_bytes,
+            self._frontend.memory_budget.max_bytes,
             self._own_pids(),
             self._note,
-            self._gates.gates,
+            self._gates.proxies,
             backend.fork_servers,
             self._tenants.known if self._tenants.tells_apart else (),
             self._accounts,
             functools.partial(self._loading.share, now=now),
         )
-        self._frontend.tell_status(client, report(survey, *self._standing(), subject))
+        self._frontend.reply_status(client, report(survey, *self._standing(), subject))
 
 
 def _fixed(config: Config) -> dict[str, object]:
@@ -759,7 +759,7 @@ def _admitted(config: Config) -> dict[str, Sequence[str]]:
 
 def _update_devices(devices: dict[str, Device], config: Config) -> None:
     """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
-    for name in dict.fromkeys(device for model in config.models.values() for device in model.groups):
+    for name in dict.fromkeys(device for model in config.models.values() for device in model.devices_by_weight_copy):
         device = devices.setdefault(name, Device(name))
         if not is_cpu(name):
             given = config.devices.get(name, DeviceConfig())

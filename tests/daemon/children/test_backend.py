@@ -110,7 +110,7 @@ class Scene:
         self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
         self.worker.connect(daemon.children_address)
         self.lane = Stream(socket.socket(socket.AF_UNIX))
-        self.path = str(daemon.lane_socket)
+        self.path = str(daemon.channel_socket)
 
     def model_of(self, table: ModelConfig) -> Model:
         clients: Any = SimpleNamespace(answer=self._answer)

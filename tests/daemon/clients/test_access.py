@@ -31,7 +31,7 @@ def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[s
 def comes(there: Access, proof: Proof, listener: str = "", *, near: bool = True) -> Connection:
     who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
     connection = Connection(b"1", mock.Mock(), Identity(Origin("pid 7", who), near, proof, listener), 0.0)
-    assert there.introduce(connection) is None
+    assert there.assign_tenant(connection) is None
     return connection
 
 
@@ -53,10 +53,10 @@ def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: Proof, text: str)
     assert stranger.tenant is None
     for name in (None, "ann"):
         with pytest.raises(RequestError) as told:
-            there.account(stranger, name)
+            there.resolve_tenant(stranger, name)
         assert f"{told.value.code}: {told.value}".startswith(text)
     with pytest.raises(RequestError):
-        there.viewer(stranger)
+        there.resolve_viewer(stranger)
     with pytest.raises(PermissionDenied):
         there.check_operator(stranger, "update")
 
@@ -67,32 +67,32 @@ def test_a_listener_is_for_those_alone_whom_it_admits() -> None:
     assert comes(there, Proof(1002)).tenant is there.tenants.get("gateway")
     refused = comes(there, Proof(1002), "lan")
     with pytest.raises(PermissionDenied, match="listener lan is not for tenant gateway"):
-        there.account(refused, None)
+        there.resolve_tenant(refused, None)
 
 
 def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> None:
     there = access(TABLES)
     gateway, ann = comes(there, Proof(1002)), comes(there, Proof(1001))
-    of_ann = there.account(gateway, "ann")
+    of_ann = there.resolve_tenant(gateway, "ann")
     assert of_ann is ann.tenant
-    assert there.account(gateway, "gateway") is there.account(gateway, None) is gateway.tenant
+    assert there.resolve_tenant(gateway, "gateway") is there.resolve_tenant(gateway, None) is gateway.tenant
     # What ann's requests do through a gateway is ann's; what one of them does is told apart from her own.
-    assert there.origin(gateway, of_ann).far == ann.origin.far == "tenant ann"
+    assert there.request_origin(gateway, of_ann).far == ann.origin.far == "tenant ann"
     for asks, name in ((gateway, "staff"), (gateway, "none"), (ann, "gateway")):
         with pytest.raises(PermissionDenied, match=rf"does not act for '{name}' \(acts_for\)$"):
-            there.account(asks, name)
+            there.resolve_tenant(asks, name)
 
 
 def test_who_asks_for_another_sees_what_that_one_does() -> None:
     there = access({**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))})
     gateway, root = comes(there, Proof(1002)), comes(there, Proof(1003, operates=True))
-    assert there.viewer(gateway) == (gateway.tenant, True)
-    assert there.viewer(gateway, "ann") == (there.tenants.get("ann"), False)
-    assert there.viewer(gateway, "staff") == (there.tenants.get("staff"), True)
-    assert there.viewer(root) == (there.tenants.operators, True)
-    assert there.viewer(root, "staff") == (there.tenants.get("staff"), True)
+    assert there.resolve_viewer(gateway) == (gateway.tenant, True)
+    assert there.resolve_viewer(gateway, "ann") == (there.tenants.get("ann"), False)
+    assert there.resolve_viewer(gateway, "staff") == (there.tenants.get("staff"), True)
+    assert there.resolve_viewer(root) == (there.tenants.operators, True)
+    assert there.resolve_viewer(root, "staff") == (there.tenants.get("staff"), True)
     with pytest.raises(PermissionDenied, match="does not act for 'ann'"):
-        there.viewer(root, "ann")
+        there.resolve_viewer(root, "ann")
 
 
 def test_who_operates() -> None:
@@ -124,19 +124,19 @@ def test_who_reloads_operates_every_model() -> None:
 
 def test_files_are_named_by_the_right_of_the_user_or_by_that_of_the_operator() -> None:
     there = access({"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))})
-    assert there.grant(comes(there, Proof(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
-    assert there.grant(comes(there, Proof(1001, (5, 6), operates=True))) == OPERATOR
+    assert there.file_grant(comes(there, Proof(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
+    assert there.file_grant(comes(there, Proof(1001, (5, 6), operates=True))) == OPERATOR
     # Of whom nothing is known, nobody has a right.
-    assert there.grant(comes(there, Proof())) == Grant(65534)
+    assert there.file_grant(comes(there, Proof())) == Grant(65534)
 
 
 def test_one_connection_too_many_counts_until_it_leaves() -> None:
     there = access({"ann": TenantConfig(user_ids=(1001,), max_connections=1)})
     first = comes(there, Proof(1001))
     second = Connection(b"2", mock.Mock(), first.identity, 0.0)
-    assert isinstance(there.introduce(second), QuotaExceeded)
-    there.leaves(second)
-    there.leaves(first)
+    assert isinstance(there.assign_tenant(second), QuotaExceeded)
+    there.remove_connection(second)
+    there.remove_connection(first)
     comes(there, Proof(1001))
 
 
@@ -148,18 +148,18 @@ def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
     assert everyone.quota.connections == before + 2
     there.tenants.renew({"ann": ANN})
     for each in (ann, gateway):
-        there.introduce(each)
+        there.assign_tenant(each)
     assert (ann.user, gateway.user) == ("tenant ann", NO_TENANT)
     assert everyone.quota.connections == before
     there.tenants.renew({"gateway": GATEWAY})
     for each in (ann, gateway):
-        there.introduce(each)
+        there.assign_tenant(each)
     assert (ann.user, gateway.user) == (NO_TENANT, "tenant gateway")
 
 
 def asked(there: Access, client: Connection, name: str | None = None) -> Request:
     described = SimpleNamespace(model_name="m")
-    tenant = there.account(client, name)
+    tenant = there.resolve_tenant(client, name)
     return mock.Mock(spec=Request, client=client.key, tenant=tenant, description=described)
 
 
@@ -183,10 +183,10 @@ def test_what_a_reload_takes_away_is_what_waits_of_it(
     requests = asked(there, gateway), asked(there, gateway, "ann")
     before = {gateway.key: gateway.tenant}
     there.tenants.renew(tables)
-    there.introduce(gateway)
-    may_not = there.revoked(lambda key: gateway if key == gateway.key else None, before)
+    there.assign_tenant(gateway)
+    may_not = there.revocation_filter(lambda key: gateway if key == gateway.key else None, before)
     assert [may_not(each) for each in requests] == [own, others]
-    gone = there.revoked(lambda _: None, before)
+    gone = there.revocation_filter(lambda _: None, before)
     assert [gone(each) for each in requests] == [True, True]
 
 
@@ -194,20 +194,20 @@ def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
     there = access(TABLES, {"lan": ("ann",)})
 
     def owner(proof: Proof, far: str) -> str:
-        return there.owner(Identity(Origin("pid 7", far), is_near=True, proof=proof))
+        return there.limit_account_of(Identity(Origin("pid 7", far), is_near=True, proof=proof))
 
     strangers = [Proof(uid) for uid in (100_000, 100_001, 65534)]
     assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
-    assert {each.account for each in (*(comes(there, each) for each in strangers), comes(there, Proof()))} == {
+    assert {each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, Proof()))} == {
         NO_TENANT
     }
     # Nor is one a tenant at a listener that does not admit it.
-    assert comes(there, Proof(1002), "lan").account == NO_TENANT
-    assert comes(there, Proof(1002)).account == "gateway"
+    assert comes(there, Proof(1002), "lan").tenant_name == NO_TENANT
+    assert comes(there, Proof(1002)).tenant_name == "gateway"
     assert owner(Proof(1001), "uid 1001") == "uid 1001"
     # A host may show a key later.
     assert owner(Proof(), "host 192.0.2.1") == "host 192.0.2.1"
     # Without tables, everyone is one account.
     there = access({})
     assert owner(strangers[0], "uid 100000") == "uid 100000"
-    assert comes(there, strangers[0]).account == comes(there, strangers[1]).account != NO_TENANT
+    assert comes(there, strangers[0]).tenant_name == comes(there, strangers[1]).tenant_name != NO_TENANT

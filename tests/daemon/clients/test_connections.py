@@ -16,9 +16,9 @@ from typing import Any, cast
 import pytest
 
 from weightd.daemon.clients import connections, departed
-from weightd.daemon.clients.connection import Connection, Identity, foreign_identity, unix_identity
+from weightd.daemon.clients.connection import Connection, Identity, proxied_identity, unix_identity
 from weightd.daemon.clients.connections import Calls, Connections
-from weightd.daemon.clients.departed import unread
+from weightd.daemon.clients.departed import unread_bytes
 from weightd.daemon.clients.room import Room
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.gate.link import PeerIdentity
@@ -50,12 +50,12 @@ class Hall:
         self.tenants: dict[str, Tenant] = {}
         self.gone: list[Connection] = []
         self.calls = Calls(
-            make_room=lambda key, nbytes: False,
-            owner=lambda identity: identity.origin.far,
-            introduce=self._introduce,
-            handle=lambda connection, message: self.messages.append((connection, message)),
-            dismiss=lambda connection, error: self.broken.append(str(error)),
-            gone=self.gone.append,
+            free_memory=lambda key, nbytes: False,
+            limit_account_of=lambda identity: identity.origin.far,
+            assign_tenant=self._introduce,
+            on_message=lambda connection, message: self.messages.append((connection, message)),
+            on_disconnecting=lambda connection, error: self.broken.append(str(error)),
+            on_disconnected=self.gone.append,
         )
         self.connections = Connections(self.loop, self.room, Admission(LIMITS), self.calls)
         self.stack = contextlib.ExitStack()
@@ -140,7 +140,7 @@ def test_who_is_hung_up_has_nothing_more_heard(hall: Hall, monkeypatch: pytest.M
         hall.messages.append((by, received))
         if by is not connection:
             count.append(len(hall.messages))
-            hall.connections.hang_up(connection, "for a test")
+            hall.connections.disconnect(connection, "for a test")
 
     count: list[int] = []
     monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=hang_up))
@@ -156,7 +156,7 @@ def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> No
     sent = message(b"e", b"d", body)
     client.setblocking(True)
     client.sendall(sent[:100_000])
-    hall.until(lambda: hall.room.held == len(body) + 2)
+    hall.until(lambda: hall.room.used_bytes == len(body) + 2)
     # What does not fit beside it is read and dropped, all but its header.
     other = Stream(hall.come())
     other.send([b"other", b"d", bytes(ROOM)])
@@ -170,16 +170,16 @@ def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> No
             left = left[client.send(left) :]
         hall.loop.wait(0.0)
     hall.until(lambda: len(hall.messages) == 2)
-    assert (hall.frames[1], hall.room.held) == ([b"e", b"d", body], 0)
+    assert (hall.frames[1], hall.room.used_bytes) == ([b"e", b"d", body], 0)
 
 
 def test_who_goes_in_the_middle_of_a_message_leaves_nothing_behind(hall: Hall) -> None:
     client = hall.come()
     client.send(message(b"e", b"d", bytes(ROOM // 2))[:1000])
-    hall.until(lambda: hall.room.held)
+    hall.until(lambda: hall.room.used_bytes)
     client.close()
     hall.until(lambda: hall.gone)
-    assert (hall.room.held, hall.keys, hall.messages) == (0, [], [])
+    assert (hall.room.used_bytes, hall.keys, hall.messages) == (0, [], [])
 
 
 def test_who_breaks_the_framing_is_told_and_hung_up_and_nobody_else(hall: Hall) -> None:
@@ -203,8 +203,8 @@ def test_what_a_client_does_not_read_is_counted_and_bounded_and_sent_when_it_rea
     sent = 0
     while hall.connections.send(key, answer):
         sent += 1
-    assert hall.connections.dropped == 1
-    assert 0 < hall.room.of(key) <= ROOM // 2
+    assert hall.connections.dropped_messages == 1
+    assert 0 < hall.room.used_by(key) <= ROOM // 2
     assert not hall.connections.send(key, answer)
     assert caplog.text.count("does not read") == 1
     read: list[Message] = []
@@ -215,7 +215,7 @@ def test_what_a_client_does_not_read_is_counted_and_bounded_and_sent_when_it_rea
 
     hall.until(has_read)
     assert [[*map(bytes, each.frames)] for each in read] == [answer] * sent
-    assert hall.room.held == 0
+    assert hall.room.used_bytes == 0
     assert hall.connections.send(key, answer)
 
 
@@ -224,7 +224,7 @@ def test_the_room_of_all_bounds_what_one_does_not_read(hall: Hall) -> None:
     [key] = hall.keys
     while hall.connections.send(key, [b"e", b"d", bytes(100_000)]):
         pass
-    assert ROOM - 200_000 < hall.room.held <= ROOM
+    assert ROOM - 200_000 < hall.room.used_bytes <= ROOM
 
 
 def test_an_answer_to_who_has_gone_is_dropped(hall: Hall) -> None:
@@ -233,14 +233,14 @@ def test_an_answer_to_who_has_gone_is_dropped(hall: Hall) -> None:
     for _ in range(2):
         assert hall.connections.send(key, [b"late"])
         hall.until(lambda: hall.gone)
-    assert hall.connections.dropped == 2
+    assert hall.connections.dropped_messages == 2
 
 
 def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and_to_who_is_hung_up(hall: Hall) -> None:
     clients = [hall.come() for _ in range(4)]
     reads, slow, ends, goes = hall.connections
     clients.pop().close()
-    hall.connections.hold()
+    hall.connections.cork()
     for number in range(2000):
         for each in (reads, ends, goes):
             hall.connections.send(each.key, [b"%d" % number])
@@ -248,11 +248,11 @@ def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and
         hall.connections.send(slow.key, [bytes(10_000)])
     with pytest.raises(BlockingIOError):
         clients[0].recv(1)
-    hall.connections.hang_up(ends, "as a test")
+    hall.connections.disconnect(ends, "as a test")
     hall.loop.wait(0.0)
     everything = b"".join(message(b"%d" % number) for number in range(2000))
     assert [each.recv(2 * len(everything)) == everything for each in (clients[0], clients[2])] == [True, True]
-    assert slow.unread == hall.room.of(slow.key) > 0
+    assert slow.unread == hall.room.used_by(slow.key) > 0
     read = Stream(clients[1])
     sizes: list[int] = []
     while len(sizes) < 60:
@@ -269,7 +269,7 @@ def test_who_is_hung_up_reads_what_it_was_told_and_is_not_heard_any_more(hall: H
     [connection] = hall.connections
     assert hall.connections.send(connection.key, [b"last words"])
     client.send(message(b"late"))
-    hall.connections.hang_up(connection, "as a test")
+    hall.connections.disconnect(connection, "as a test")
     hall.until(lambda: hall.gone == [connection])
     assert (client.recv(100), hall.messages) == (message(b"last words"), [])
     with pytest.raises(ConnectionResetError):  # it had said more than was read
@@ -283,7 +283,7 @@ def test_behind_the_message_for_which_it_is_hung_up_nothing_is_heard(
 
     def refuse(connection: Connection, message: Message) -> None:
         hall.messages.append((connection, message))
-        hall.connections.hang_up(connection, "as a test")
+        hall.connections.disconnect(connection, "as a test")
 
     monkeypatch.setattr(hall.connections, "_calls", dataclasses.replace(hall.calls, handle=refuse))
     client.send(message(b"bad") + message(b"worse"))
@@ -339,10 +339,10 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
 def test_a_gates_word_is_no_reason_to_obey() -> None:
     with socket.socket() as connection:
         number = connection.fileno()
-        near = foreign_identity(connection, "inside", PeerIdentity(0, 12, "uid 0", (7, 8)))
+        near = proxied_identity(connection, "inside", PeerIdentity(0, 12, "uid 0", (7, 8)))
         proof = Proof(0, (7, 8))
         assert near == Identity(Origin("process 12 of uid 0", "uid 0"), proof=proof, listener="inside")
-        far = foreign_identity(connection, "outside", PeerIdentity(None, None, "host 10.0.0.1", key="k"))
+        far = proxied_identity(connection, "outside", PeerIdentity(None, None, "host 10.0.0.1", public_key="k"))
         origin = Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
         assert far == Identity(origin, proof=Proof(key="k"), listener="outside")
 
@@ -442,7 +442,7 @@ def test_who_goes_while_it_waits_for_its_turn_is_gone(hall: Hall, monkeypatch: p
     other.sendall(message(b"x") * 10)
     hall.until(lambda: len(hall.messages) > 6)
     [mine, its] = hall.connections
-    hall.connections.hang_up(its, "as a test")
+    hall.connections.disconnect(its, "as a test")
     heard = len(hall.messages)
     one.sendall(message(b"y"))
     hall.until(lambda: [b"y"] in hall.frames)
@@ -546,7 +546,7 @@ def test_many_connections_that_end_while_they_wait_for_their_turn_are_not_report
     for _ in range(count):
         hall.come(tenants[0]).close()
     reports: Counter[bytes] = Counter()
-    receive = hall.connections._receive  # pyright: ignore[reportPrivateUsage]
+    receive = hall.connections._on_readable  # pyright: ignore[reportPrivateUsage]
 
     def counted(connection: Connection) -> None:
         reports[connection.key] += 1
@@ -621,7 +621,7 @@ def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_do
     clients += [hall.come(near._replace(origin=Origin("process 1 of uid 8", "uid 8"))) for _ in range(2)]
     for each in hall.connections:
         hall.connections.send(each.key, [bytes(500_000)])
-    kept = [unread(each.stream.connection) for each in hall.connections]
+    kept = [unread_bytes(each.stream.connection) for each in hall.connections]
     assert all(nbytes > 100_000 for nbytes in [*kept[:2], *kept[4:]])
     assert all(nbytes < 25_000 for nbytes in kept[2:4])
     # What is beyond that comes when the client reads.

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from weightd.daemon.clients import crowd
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.clients.crowd import Doorkeeper, max_regions
+from weightd.daemon.clients.crowd import Doorkeeper, max_total_regions
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
 from weightd.daemon.host.crowding import NO_TENANT, Crowd, allow_descriptors, for_clients
@@ -39,7 +39,7 @@ class Hall:
             came.has_spoken, came.tenant = speak, tenant
             self.there.append(came)
             # Their end is told later: who is turned away counts among those that are there.
-            self._turned_away += [gone.guest for gone in self.crowd.came(came, len(self.there))]
+            self._turned_away += [gone.guest for gone in self.crowd.add_connection(came, len(self.there))]
 
     def turned_away(self) -> list[int]:
         """Return who had to go since this was asked last, by number."""
@@ -61,7 +61,7 @@ def test_who_comes_beyond_the_bound_is_turned_away_and_who_was_there_stays(hall:
     assert hall.turned_away() == []
     hall.come(2)
     assert hall.turned_away() == [10, 11]
-    hall.crowd.leaves(hall.there[3])
+    hall.crowd.remove_connection(hall.there[3])
     hall.come(2)
     assert hall.turned_away() == [13]
 
@@ -87,7 +87,7 @@ def test_users_without_a_tenant_push_out_no_tenant(hall: Hall) -> None:
         hall.come(1, f"uid {number}", tenant=None)
     assert not {0, 1, 2} & {*hall.turned_away()}
     # Nor do they after the tables have changed.
-    hall.crowd.renew(hall.there[:3] + hall.there[-2:])
+    hall.crowd.replace_connections(hall.there[:3] + hall.there[-2:])
     for number in range(20):
         hall.come(1, f"host {number}", tenant=None)
     assert not {0, 1, 2} & {*hall.turned_away()}
@@ -98,9 +98,9 @@ def test_the_log_tells_once_when_it_is_full_and_when_there_is_room_again(
 ) -> None:
     caplog.set_level(logging.WARNING)
     hall.come(13)
-    hall.crowd.went(9)
+    hall.crowd.on_disconnected(9)
     for _ in range(2):
-        hall.crowd.went(8)
+        hall.crowd.on_disconnected(8)
     assert [each.levelname for each in caplog.records] == ["ERROR", "WARNING"]
 
 
@@ -304,5 +304,5 @@ def test_regions_and_connections_leave_a_part_of_the_descriptors(limit: int, mon
         return limit, limit
 
     monkeypatch.setattr(resource, "getrlimit", getrlimit)
-    assert max_regions() >= 31
-    assert limit - for_clients() - max_regions() >= 31
+    assert max_total_regions() >= 31
+    assert limit - for_clients() - max_total_regions() >= 31

@@ -127,7 +127,7 @@ class World:
             cast(Daemon, self.daemon),
             max_shm_bytes=0,
             user_limits=Limits(),
-            access=Access(self.tenants, self.accounts, {}),
+            authorizer=Access(self.tenants, self.accounts, {}),
         )
         self.model.frontend = self.frontend
 
@@ -201,7 +201,7 @@ def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
     world.ask(other, "o0")
     world.until(lambda: world.model.ids == ["o0"])
     assert world.refusals(greedy, 3) == [(f"g{number}", "RESOURCE_EXHAUSTED") for number in range(3)]
-    assert world.frontend.room.held == world.model.waiting[0].kept_bytes
+    assert world.frontend.memory_budget.used_bytes == world.model.waiting[0].kept_bytes
 
 
 def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world: World) -> None:
@@ -210,10 +210,10 @@ def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world
     [request] = world.model.waiting
     world.frontend.gathered(request, NBYTES)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        world.frontend.gathered(request, world.frontend.room.most)
-    assert world.frontend.room.held == request.kept_bytes > 2 * NBYTES
+        world.frontend.gathered(request, world.frontend.memory_budget.max_bytes)
+    assert world.frontend.memory_budget.used_bytes == request.kept_bytes > 2 * NBYTES
     world.frontend.refuse(request, InvalidArgument("it is wrong"))
-    assert world.frontend.room.held == 0
+    assert world.frontend.memory_budget.used_bytes == 0
 
 
 def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -> None:
@@ -240,12 +240,12 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(client.waits)
-    assert world.frontend.room.held == 0
+    assert world.frontend.memory_budget.used_bytes == 0
     world.ask(client, "kept")
     world.until(lambda: "kept" in world.model.ids)
-    assert world.frontend.room.held > 0
+    assert world.frontend.memory_budget.used_bytes > 0
     client.stream.close()
-    world.until(lambda: not world.frontend.room.held)
+    world.until(lambda: not world.frontend.memory_budget.used_bytes)
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def test_an_update_is_in_the_audit_log_when_it_has_ended(caplog: pytest.LogCaptu
     # An id that is in use cannot hide what is done under it.
     assert world.refusals(client, 1) == [("two", "INVALID_ARGUMENT")]
     assert begun == ["one", "two"]
-    [key] = {key for key, _ in world.frontend._begun}
+    [key] = {key for key, _ in world.frontend._pending_operations}
     world.frontend.tell_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
     world.frontend.tell_failed(key, "two", Unavailable("not updated: no room"))
     assert re.findall(r'result="(\w+)"', "".join(audited(caplog))) == ["refused", "ok", "failed"]
     assert audited(caplog)[2].endswith('path="/m.onnx" detail="not updated: no room"')
-    assert not world.frontend._begun
+    assert not world.frontend._pending_operations
     world.close()
 
 
@@ -343,7 +343,7 @@ def test_who_is_told_what_has_happened_and_what_processes_say(
 
 
 def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: World) -> None:
-    world.frontend.room.most = 2**20
+    world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
     asked = encode(Infer("long", RequestDescription("m", ())))
     too_long = bytes(limits.MAX_HEADER_BYTES + 1)
@@ -358,7 +358,7 @@ def test_what_is_too_long_is_refused_by_its_id_and_the_next_is_heard(world: Worl
         assert (error.id, error.code) == (request_id, "INVALID_ARGUMENT")
         assert error.error.startswith(f"{place}expected at most 65536 bytes, got 65537")
     # No client may have so much, even if it is alone: in a frame the connection ends, see the connections' tests.
-    half = bytes(world.frontend.room.most // 2 + 1)
+    half = bytes(world.frontend.memory_budget.max_bytes // 2 + 1)
     client.stream.send([*encode(Infer("wide", RequestDescription("m", ()))), half, half])
     world.until(lambda: client.stream.flush() and client.waits())
     error = client.error()
@@ -383,7 +383,7 @@ def test_a_message_that_is_not_heard_is_not_decoded(
     config: TenantConfig | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World({"default": config} if config else {"nobody": TenantConfig()})
-    world.frontend.room.most = 2**20
+    world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
     world.ask(client, "first")
     world.until(lambda: world.model.waiting or client.waits())
@@ -403,7 +403,7 @@ def test_a_message_that_is_not_heard_is_not_decoded(
 
 def test_a_message_that_costs_too_much_to_decode_counts_for_the_rate() -> None:
     world = World({"default": TenantConfig(max_rate=1.0)})
-    world.frontend.room.most = 2**20
+    world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
     client.stream.send([COSTLY])
     world.until(client.stream.flush)
@@ -416,7 +416,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World({"default": TenantConfig(models=("m",))})
-    world.frontend.room.most = 2**20
+    world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
 
     def refusal(name: str) -> Error:
@@ -454,7 +454,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
 
 def test_a_tenant_that_acts_for_others_names_models_that_it_does_not_see() -> None:
     world = World({"default": TenantConfig(acts_for=("b",), models=()), "b": TenantConfig()})
-    world.frontend.room.most = 2**20
+    world.frontend.memory_budget.max_bytes = 2**20
     client = world.client()
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("7", asked, Parameters(tenant="b"))), b"x"])
@@ -532,10 +532,10 @@ def test_who_may_see_a_model_no_more_is_not_told_either_what_it_takes_once_that_
     try:
         world.client().stream.send(encode(ModelMetadata("1", "m")))
         world.until(lambda: world.model.waiters)
-        world.frontend.renew()
+        world.frontend.on_tenants_changed()
         assert world.model.turned_away == []
         world.tenants.renew({"default": TenantConfig(models=("n",))})
-        world.frontend.renew()
+        world.frontend.on_tenants_changed()
         assert world.model.turned_away == ["1"]
     finally:
         world.close()

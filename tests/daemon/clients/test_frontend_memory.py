@@ -72,7 +72,7 @@ class World:
             cast(Daemon, daemon),
             max_shm_bytes=10_000,
             user_limits=Limits(),
-            access=access,
+            authorizer=access,
         )
         self._clients: list[Stream] = []
 
@@ -185,7 +185,7 @@ def test_a_region_is_nobody_elses(world: World, user: str) -> None:
     other.send(encode(Unregister("u", region)))
     world.ask(other, InputPlace(0, region, 0))
     assert world.refusal(other).startswith("NOT_FOUND")
-    assert not world.frontend.regions.closed
+    assert not world.frontend.regions.closed_regions
     assert not world.waiting
 
 
@@ -209,7 +209,7 @@ def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world
     world.ask(client, InputPlace(0, region, 0))
     assert world.refusal(client).startswith("NOT_FOUND")
     [number] = [memory.number for memory in world.waiting[0].places.memories]
-    assert not world.frontend.regions.closed
+    assert not world.frontend.regions.closed_regions
     world.register(client, 5_000)
     client.connection.close()
     world.until(lambda: not world.waiting)
@@ -250,7 +250,7 @@ def test_a_socket_that_lingers_holds_nobody_up_wherever_it_comes(world: World, w
     with theirs:
         if where == "within a large frame":
             client.connection.send(head([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
-            world.until(lambda: world.frontend.room.held)
+            world.until(lambda: world.frontend.memory_budget.used_bytes)
         if where == "after the end":
             client.connection.send(b"GET / HTTP/1.1\r\n")
         others = 252 * [0] if where == "after 252 others" else []

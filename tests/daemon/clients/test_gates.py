@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from testkit.waiting import until
-from weightd.daemon.clients.gates import Bounds, Gates, Lock, delay
+from weightd.daemon.clients.gates import Bounds, Gates, Lock, backoff_s
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
@@ -70,7 +70,7 @@ class Daemon:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        until(lambda: all(each.pid for each in self.gates.gates), "the gates are there")
+        until(lambda: all(each.pid for each in self.gates.proxies), "the gates are there")
 
     @property
     def unsent(self) -> int:
@@ -203,7 +203,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     known, _ = come(one, its)
     assert ask(known, b"hello") == [b"hello"]
     [(_, identity)] = daemon.lanes.values()
-    assert (identity.key, identity.uid) == (one.decode(), os.getuid())
+    assert (identity.public_key, identity.uid) == (one.decode(), os.getuid())
     for stranger, monitor in (come(other, others), come(one, others), come(one, its, other)):
         stranger.send(b"hello")
         assert monitor.poll(LIMIT_MS)
@@ -211,7 +211,7 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     plain = connect()
     plain.send(b"hello")
     # A reload has another key in the place of the first; who is there, the daemon ends if it wants that.
-    daemon.gates.admit({"default": Lock(keys=[other.decode()])})
+    daemon.gates.update_auth({"default": Lock(keys=[other.decode()])})
     stranger, monitor = come(one, its)
     assert monitor.poll(LIMIT_MS)
     welcome, _ = come(other, others)
@@ -219,13 +219,13 @@ def test_with_curve_only_keys_that_are_known_are_let_in_and_the_daemon_is_told_w
     assert ask(known, b"again") == [b"again"]
     assert not plain.poll(0)
     # A gate that takes the place of another knows it, too.
-    [gate] = daemon.gates.gates
+    [gate] = daemon.gates.proxies
     before = gate.pid
     os.kill(before, signal.SIGKILL)
     until(lambda: gate.pid not in (0, before), "there is another gate")
     welcome, _ = come(other, others)
     assert ask(welcome, b"hello") == [b"hello"]
-    assert {identity.key for _, identity in daemon.lanes.values()} >= {other.decode()}
+    assert {identity.public_key for _, identity in daemon.lanes.values()} >= {other.decode()}
 
 
 # More than a header of the wire may have, and more than a socket takes at once.
@@ -238,10 +238,10 @@ def test_a_gate_is_told_all_keys_however_many_they_are(
     daemon = serve(lock=lock)
     client = connect()
     assert ask(client, b"first") == [b"first"]
-    daemon.gates.admit({"default": lock})
-    until(lambda: not any(each.stream and each.stream.unsent for each in daemon.gates._posts), "all was sent")
+    daemon.gates.update_auth({"default": lock})
+    until(lambda: not any(each.stream and each.stream.unsent for each in daemon.gates._listeners), "all was sent")
     assert ask(client, b"second") == [b"second"]
-    assert [each.restarts for each in daemon.gates.gates] == [0]
+    assert [each.restarts for each in daemon.gates.proxies] == [0]
 
 
 def test_whoever_has_shown_no_key_pushes_out_nobody_who_has(
@@ -287,7 +287,7 @@ def test_who_goes_is_gone_for_the_daemon_and_whom_it_ends_is_hung_up_after_its_l
     serve: Callable[..., Daemon], connect: Callable[..., Socket]
 ) -> None:
     daemon = serve()
-    [gate] = daemon.gates.gates
+    [gate] = daemon.gates.proxies
     one, two = connect(), connect()
     for client in (one, two):
         assert ask(client, b"hello") == [b"hello"]
@@ -321,7 +321,7 @@ def test_a_gate_that_dies_takes_nothing_with_it_but_its_connections(
     other = f"ipc://{tmp_path}/other"
     with caplog.at_level(logging.INFO), listening(other) as listener:
         daemon = serve(other=listener)
-        gate, neighbour = daemon.gates.gates
+        gate, neighbour = daemon.gates.proxies
         one, two = connect(), connect(other)
         for client in (one, two):
             assert ask(client, b"hello") == [b"hello"]
@@ -339,14 +339,14 @@ def test_a_gate_that_dies_takes_nothing_with_it_but_its_connections(
 
 
 def test_one_that_keeps_dying_is_replaced_at_once_and_then_ever_more_seldom() -> None:
-    assert [delay(count) for count in (1, 2, 3, 4, 8, 9, 10_000)] == [0.0, 0.05, 0.1, 0.2, 3.2, 5.0, 5.0]
+    assert [backoff_s(count) for count in (1, 2, 3, 4, 8, 9, 10_000)] == [0.0, 0.05, 0.1, 0.2, 3.2, 5.0, 5.0]
 
 
 def test_a_gate_for_which_there_is_no_descriptor_is_started_later(
     serve: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd.daemon.clients.gates._LONGEST_DELAY_S", 0.1)
-    [gate] = serve().gates.gates
+    [gate] = serve().gates.proxies
     tried: list[None] = []
 
     def refuse(*_: object) -> None:
@@ -496,7 +496,7 @@ def test_garbage_and_who_stops_in_the_middle_concern_nobody_else(
 ) -> None:
     daemon = serve()
     client = connect()
-    pid = daemon.gates.gates[0].pid
+    pid = daemon.gates.proxies[0].pid
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\0" * 100, os.urandom(10_000), b"\xff"):
         raw().sendall(data)
         assert ask(client, b"hello") == [b"hello"]
@@ -505,7 +505,7 @@ def test_garbage_and_who_stops_in_the_middle_concern_nobody_else(
     assert is_hung_up(named)  # more than a frame may have
     raw(is_ready=True).sendall(b"\x01\x04half")
     assert ask(client, b"hello") == [b"hello"]
-    assert (daemon.gates.gates[0].pid, len(daemon.lanes)) == (pid, 1)
+    assert (daemon.gates.proxies[0].pid, len(daemon.lanes)) == (pid, 1)
 
 
 def test_a_message_of_too_many_frames_ends_its_connection(
@@ -542,7 +542,7 @@ def test_a_message_that_does_not_end_is_ended(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
 ) -> None:
     daemon = serve(max_memory_bytes=64 * MIB)
-    pid = daemon.gates.gates[0].pid
+    pid = daemon.gates.proxies[0].pid
     client, endless = connect(), raw(is_ready=True)
     frames = (b"\x03" + struct.pack(">Q", 65536) + bytes(65536)) * 16
     with contextlib.suppress(ConnectionError):
@@ -551,7 +551,7 @@ def test_a_message_that_does_not_end_is_ended(
             assert ask(client, b"hello") == [b"hello"]
         pytest.fail("a gigabyte was taken")
     assert ask(client, b"hello") == [b"hello"]
-    assert daemon.gates.gates[0].pid == pid
+    assert daemon.gates.proxies[0].pid == pid
 
 
 def test_many_connections_are_served_and_forgotten(
@@ -561,7 +561,7 @@ def test_many_connections_are_served_and_forgotten(
     if hard < 16_384:
         pytest.skip("too few descriptors are allowed")
     daemon = serve()
-    [gate] = daemon.gates.gates
+    [gate] = daemon.gates.proxies
     client = connect()
     assert ask(client, b"hello") == [b"hello"]
     before = descriptors(gate.pid)
@@ -639,7 +639,7 @@ def test_a_connection_storm_of_one_user_leaves_a_client_alone(
 ) -> None:
     daemon = serve()
     client = connect()
-    pid = daemon.gates.gates[0].pid
+    pid = daemon.gates.proxies[0].pid
     assert ask(client, b"hello") == [b"hello"]
     for number in range(300):
         peer = raw()
@@ -647,4 +647,4 @@ def test_a_connection_storm_of_one_user_leaves_a_client_alone(
             peer.sendall(GREETING + READY)
         peer.close()
     assert ask(client, b"hello") == [b"hello"]
-    assert daemon.gates.gates[0].pid == pid
+    assert daemon.gates.proxies[0].pid == pid

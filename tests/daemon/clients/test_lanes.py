@@ -35,8 +35,8 @@ def turns(lanes: Lanes, seconds: dict[Connection, float], count: int) -> Counter
     for _ in range(count):
         tenant, each = lanes.take()
         had[tenant.name] += seconds[each]  # type: ignore[assignment]
-        lanes.wait(each)
-        lanes.spent(tenant, seconds[each])
+        lanes.put(each)
+        lanes.on_served(tenant, seconds[each])
     return had
 
 
@@ -45,7 +45,7 @@ def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: S
     many, few = [connection(stream, a) for _ in range(30)], [connection(stream, b)]
     lanes = Lanes()
     for each in many + few:
-        lanes.wait(each)
+        lanes.put(each)
     seconds = {**dict.fromkeys(many, 1e-3), **dict.fromkeys(few, 1e-4)}
     had = turns(lanes, seconds, 5000)
     assert had["b"] == pytest.approx(3 * had["a"], rel=0.01)
@@ -55,7 +55,7 @@ def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
     light, nobody = connection(stream, Tenant("light", TenantConfig(weight=0.001))), connection(stream, None)
     lanes = Lanes()
     for each in (light, nobody):
-        lanes.wait(each)
+        lanes.put(each)
     had = turns(lanes, dict.fromkeys((light, nobody), 1e-4), 100)
     assert had["light"] == pytest.approx(had["(nobody)"])
 
@@ -64,13 +64,13 @@ def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> 
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
     loud, modest = connection(stream, a), connection(stream, b)
     lanes = Lanes()
-    lanes.wait(loud)
+    lanes.put(loud)
     seconds = dict.fromkeys((loud, modest), 1e-4)
     turns(lanes, seconds, 1000)
-    lanes.wait(modest)
+    lanes.put(modest)
     assert lanes.take() == (b, modest)
-    lanes.wait(modest)
-    lanes.spent(b, 1e-4)
+    lanes.put(modest)
+    lanes.on_served(b, 1e-4)
     had = turns(lanes, seconds, 100)
     assert abs(had["a"] - had["b"]) < 3e-4
 
@@ -80,11 +80,11 @@ def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: p
     monkeypatch.setattr("weightd.daemon.host.clock.now", lambda: now)
     lanes = Lanes()
     a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
-    assert [lanes.are_needed(each) for each in (a, a, nobody, a)] == [False, False, True, True]
+    assert [lanes.is_contended(each) for each in (a, a, nobody, a)] == [False, False, True, True]
     now = 60.0
-    assert not lanes.are_needed(a)
+    assert not lanes.is_contended(a)
     now = 0.0
-    assert not lanes.are_needed(a)
+    assert not lanes.is_contended(a)
 
 
 def test_users_of_one_tenant_take_turns_however_many_connections_they_have(stream: Stream) -> None:
@@ -92,31 +92,31 @@ def test_users_of_one_tenant_take_turns_however_many_connections_they_have(strea
     many = [connection(stream, tenant, "uid 1") for _ in range(30)]
     other = connection(stream, tenant, "uid 2")
     for each in [*many, other]:
-        lanes.wait(each)
+        lanes.put(each)
     taken: list[str] = []
     for _ in range(40):
         who, each = lanes.take()
         taken.append(each.origin.far)
-        lanes.wait(each)
-        lanes.spent(who, 1e-4)
+        lanes.put(each)
+        lanes.on_served(who, 1e-4)
     assert taken == ["uid 1", "uid 2"] * 20
     fresh = Lanes()
-    assert [fresh.are_needed(each) for each in (*many[:2], other)] == [False, False, True]
+    assert [fresh.is_contended(each) for each in (*many[:2], other)] == [False, False, True]
 
 
 def test_who_has_gone_after_a_reload_changed_its_user_has_no_turn(stream: Stream) -> None:
     lanes, each = Lanes(), connection(stream, None, "uid 1")
-    lanes.wait(each)
+    lanes.put(each)
     each.origin = Origin("", "users without a tenant")
-    lanes.forget(each)
+    lanes.remove(each)
     assert not lanes
 
 
 def test_who_has_gone_has_no_turn(stream: Stream) -> None:
     lanes = Lanes()
     nobody = connection(stream, None)
-    lanes.wait(nobody)
-    lanes.forget(nobody)
+    lanes.put(nobody)
+    lanes.remove(nobody)
     assert not lanes
 
 
@@ -125,10 +125,10 @@ def test_who_is_hung_up_while_another_one_of_its_tenant_has_its_turn_is_no_troub
     first, second, other = connection(stream, a), connection(stream, a), connection(stream, b)
     lanes = Lanes()
     for each in (first, second, other):
-        lanes.wait(each)
+        lanes.put(each)
     assert lanes.take() == (a, first)
-    lanes.forget(second)
-    lanes.spent(a, 1e-4)
+    lanes.remove(second)
+    lanes.on_served(a, 1e-4)
     assert lanes.take() == (b, other)
-    lanes.spent(b, 1e-4)
+    lanes.on_served(b, 1e-4)
     assert not lanes

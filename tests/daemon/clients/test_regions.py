@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.clients.regions import MAX_USERS_REGIONS, Registry
+from weightd.daemon.clients.regions import MAX_USER_REGIONS, Registry
 from weightd.daemon.requests.regions import Places
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
@@ -43,13 +43,13 @@ def registry() -> Registry:
 def places(registry: Registry, client: bytes, region: str, offset: int, room: int | None = None) -> Places:
     outputs = () if room is None else (OutputPlace(0, region, offset, room),)
     inputs = (InputPlace(0, region, offset),) if room is None else ()
-    return registry.places(client, Regions(inputs, outputs), FOUR_FLOATS)
+    return registry.locate(client, Regions(inputs, outputs), FOUR_FLOATS)
 
 
 def open_descriptors(registry: Registry) -> int:
     gc.collect()
-    while registry.closed:
-        os.close(registry.closed.pop()[2])
+    while registry.closed_regions:
+        os.close(registry.closed_regions.pop()[2])
     return len([*Path("/proc/self/fd").iterdir()])
 
 
@@ -107,7 +107,7 @@ def _many(registry: Registry) -> None:
 
 
 def _of_many_connections(registry: Registry) -> None:
-    for index in range(MAX_USERS_REGIONS + 1):
+    for index in range(MAX_USER_REGIONS + 1):
         registry.register(b"a%d" % (index // limits.MAX_REGIONS), deque([memfd.create(1)]))
 
 
@@ -156,7 +156,7 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     region = registry.register(b"a1", deque([memfd.create(9_000)]))
     named = places(registry, b"a1", region, 0)
     if client_goes:
-        registry.forget(b"a1")
+        registry.remove_client(b"a1")
     else:
         registry.unregister(b"a1", region)
     with pytest.raises(NotFound):
@@ -167,9 +167,9 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     [memory] = named.memories
     assert os.fstat(memory.fileno()).st_size == 9_000
     number = memory.number
-    assert registry.closed == []
+    assert registry.closed_regions == []
     del named, memory
-    assert [each for each, _, _ in registry.closed] == [number]
+    assert [each for each, _, _ in registry.closed_regions] == [number]
     registry.register(b"a2", other)
     assert open_descriptors(registry) == before + 1
 
@@ -184,8 +184,8 @@ def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pyt
     monkeypatch.setattr("weightd.daemon.host.closing.os.close", close)
     descriptor = memfd.create(9_000)
     registry.unregister(b"a1", registry.register(b"a1", deque([descriptor])))
-    assert len(registry.take_closed()) == 1
-    assert registry.take_closed() == []
+    assert len(registry.free_closed()) == 1
+    assert registry.free_closed() == []
     assert closed.empty()
     hangs.set()
     assert closed.get(timeout=10) == descriptor
@@ -196,10 +196,10 @@ def test_nobody_waits_until_memory_is_freed(registry: Registry, monkeypatch: pyt
 def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: Registry) -> None:
     region = registry.register(b"a1", deque([memfd.create(100)]))
     said = Regions((InputPlace(0, region, 0),))
-    assert registry.places(b"a1", said, FOUR_FLOATS) is registry.places(b"a1", said, FOUR_FLOATS)
+    assert registry.locate(b"a1", said, FOUR_FLOATS) is registry.locate(b"a1", said, FOUR_FLOATS)
     with pytest.raises(NotFound):
-        registry.places(b"a2", said, FOUR_FLOATS)
+        registry.locate(b"a2", said, FOUR_FLOATS)
     registry.unregister(b"a1", region)
-    assert len(registry.take_closed()) == 1
+    assert len(registry.free_closed()) == 1
     with pytest.raises(NotFound):
-        registry.places(b"a1", said, FOUR_FLOATS)
+        registry.locate(b"a1", said, FOUR_FLOATS)

@@ -19,24 +19,24 @@ def user(client: bytes) -> str:
 
 def test_whose_turn_it_is_has_most_of_the_user_that_has_most() -> None:
     room = Room(100, user)
-    room.take(b"b1", 50)
-    room.take(b"a1", 30)
-    room.take(b"a2", 29)
-    assert room.largest(b"c1", 10) == b"a1"
-    assert room.largest(b"c1", 60) == b"c1"
-    assert room.largest(b"b1", 10) == b"b1"
-    assert room.largest(b"a2", 10) == b"a2"
+    room.reserve(b"b1", 50)
+    room.reserve(b"a1", 30)
+    room.reserve(b"a2", 29)
+    assert room.largest_client(b"c1", 10) == b"a1"
+    assert room.largest_client(b"c1", 60) == b"c1"
+    assert room.largest_client(b"b1", 10) == b"b1"
+    assert room.largest_client(b"a2", 10) == b"a2"
 
 
 def test_what_is_alone_may_be_more() -> None:
     room = Room(100, user)
-    assert room.fits(1000)
-    room.take(b"a1", 1000)
-    assert not room.fits(1)
-    room.give(b"a1", 1000)
-    room.take(b"a1", 60)
-    assert room.fits(40)
-    assert not room.fits(41)
+    assert room.can_reserve(1000)
+    room.reserve(b"a1", 1000)
+    assert not room.can_reserve(1)
+    room.release(b"a1", 1000)
+    room.reserve(b"a1", 60)
+    assert room.can_reserve(40)
+    assert not room.can_reserve(41)
 
 
 class World(RuleBasedStateMachine):
@@ -49,23 +49,23 @@ class World(RuleBasedStateMachine):
 
     @rule(client=CLIENTS, nbytes=BYTES)
     def take(self, client: bytes, nbytes: int) -> None:
-        self.room.take(client, nbytes)
+        self.room.reserve(client, nbytes)
         self.held[client] = self.held.get(client, 0) + nbytes
 
     @rule(client=CLIENTS, nbytes=BYTES)
     def give(self, client: bytes, nbytes: int) -> None:
-        self.room.give(client, nbytes)
+        self.room.release(client, nbytes)
         self.held[client] = max(0, self.held.get(client, 0) - nbytes)
 
     @rule(client=CLIENTS)
     def forget(self, client: bytes) -> None:
-        self.room.forget(client)
+        self.room.release_all(client)
         self.held[client] = 0
 
     @invariant()
     def the_books_balance(self) -> None:
-        assert self.room.held == sum(self.held.values())
-        assert all(self.room.of(client) == held for client, held in self.held.items())
+        assert self.room.used_bytes == sum(self.held.values())
+        assert all(self.room.used_by(client) == held for client, held in self.held.items())
 
 
 TestWorld = World.TestCase

@@ -29,7 +29,7 @@ def interpreter(tmp_path: Path, script: str) -> str:
 
 
 def problems(**tables: ModelConfig) -> list[str]:
-    found = check.problems(tables)
+    found = check.find_problems(tables)
     assert list(found) == list(tables)
     return [problem for each in found.values() for problem in each]
 
@@ -75,7 +75,7 @@ def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
         "site": TenantConfig(may=("infer", "status")),
     }
     config = Config(DaemonConfig(), {"m": model}, tenants=tenants)
-    assert list(check.described(config))[1:] == [
+    assert list(check.describe_config(config))[1:] == [
         "tenant research: user 1001, 7; key a.pub; may infer; models m, bert-*",
         "tenant default: whoever is in no other; may do nothing; all models",
         "tenant site: whom others ask for; may infer, status; all models",

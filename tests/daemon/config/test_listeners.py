@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.config.listeners import keys_of
+from weightd.daemon.config.listeners import allowed_keys
 from weightd.daemon.config.load import Config, ConfigError, parse
 from weightd.protocol import limits
 from weightd.shared import keys as keys_module
@@ -158,12 +158,12 @@ ANN = {"keys": ["ann.pub"]}
 def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(keys: Path) -> None:
     config = curve(keys, {"ann": ANN, "ben": {"uids": [1]}})
     lan = config.listeners["lan"]
-    assert (lan.secret, keys_of(lan, config.tenants)) == (SECRET, (PUBLIC,))
+    assert (lan.secret, allowed_keys(lan, config.tenants)) == (SECRET, (PUBLIC,))
     assert SECRET not in repr(config)
     config = curve(keys, {"ann": ANN, "default": {}})
-    assert keys_of(config.listeners["lan"], config.tenants) is None
+    assert allowed_keys(config.listeners["lan"], config.tenants) is None
     config = curve(keys, {"ann": ANN, "default": {}}, tenants=["ann"])
-    assert keys_of(config.listeners["lan"], config.tenants) == (PUBLIC,)
+    assert allowed_keys(config.listeners["lan"], config.tenants) == (PUBLIC,)
 
 
 @pytest.mark.parametrize(

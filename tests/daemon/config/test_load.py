@@ -17,7 +17,7 @@ from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.defaults import default_path
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.load import Config, ConfigError, examine, load, load_text, parse
+from weightd.daemon.config.load import Config, ConfigError, check_config, load, load_text, parse
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
@@ -338,7 +338,7 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it
         *("models.four.wrokers", "models.resnet.v1"),
     ]
     assert 'models.resnet.v1: unknown table; a name with a dot is quoted: [models."resnet.v1.b"]' in problems
-    examined = examine(file)
+    examined = check_config(file)
     assert list(examined.config.models) == ["good"]
     # Of these the files can be looked at all the same.
     assert list(examined.loadable) == ["good", "four"]
@@ -511,7 +511,7 @@ def test_two_sockets_never_share_a_file() -> None:
     assert one.unix_socket == Path("/run/one.sock.unix")
     assert one.private_dir.parent == Path("/cache")
     assert one.children_socket.parent == Path("/run")
-    assert one.key == dataclasses.replace(one, cache_dir="/other").key
+    assert one.daemon_key == dataclasses.replace(one, cache_dir="/other").daemon_key
 
 
 # --- where defaults come from ---------------------------------------------------------------------------------------
@@ -578,11 +578,11 @@ def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
     found = defaults.unit_of(path)
     assert found is not None
     assert found.name == unit
-    daemon = examine(path, found).config.daemon
+    daemon = check_config(path, found).config.daemon
     assert daemon == DaemonConfig(socket, "/run/weightd", "/var/cache/weightd")
     assert str(daemon.unix_socket) == f"{socket.removeprefix('ipc://')}.unix"
     path.write_text(f'[daemon]\nsocket = "ipc:///elsewhere"\n{MODEL}', "utf-8")
-    assert examine(path, found).config.daemon.socket == "ipc:///elsewhere"
+    assert check_config(path, found).config.daemon.socket == "ipc:///elsewhere"
 
 
 def test_a_file_elsewhere_is_of_no_unit(tmp_path: Path) -> None:
@@ -600,7 +600,7 @@ def test_the_socket_is_the_first_that_is_open_already_and_gives_files_their_name
     config = loaded(file, MODEL).daemon
     taken = load(file, ["ipc:///run/one.sock", "ipc:///run/two.sock"]).daemon
     assert taken.socket == "ipc:///run/one.sock"
-    assert taken.key == dataclasses.replace(config, socket="ipc:///run/one.sock").key
+    assert taken.daemon_key == dataclasses.replace(config, socket="ipc:///run/one.sock").daemon_key
 
 
 def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Path) -> None:
@@ -629,7 +629,7 @@ def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Pat
 def test_a_model_runs_as_many_predicts_at_once_as_it_has_workers_or_groups(
     keys: dict[str, Any], concurrency: int
 ) -> None:
-    assert ModelConfig("/m.onnx", **keys).concurrency == concurrency
+    assert ModelConfig("/m.onnx", **keys).max_concurrency == concurrency
 
 
 def test_a_model_has_the_cores_of_its_devices(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,10 +637,10 @@ def test_a_model_has_the_cores_of_its_devices(file: Path, monkeypatch: pytest.Mo
     tables = '[devices."cpu:0"]\ncpus = "3,0-1,8"\n[devices."cpu:1"]\ncpus = "2,4"\n'
     of_two = f'{MODEL}devices = ["cpu:1", "cpu:0"]\n'
     model = loaded(file, of_two + tables).models["m"]
-    assert (model.groups, model.on_cards, model.spares) == ({"cpu": ("cpu:1", "cpu:0")}, False, 0)
+    assert (model.devices_by_weight_copy, model.is_on_cards, model.spares) == ({"cpu": ("cpu:1", "cpu:0")}, False, 0)
     assert [model.cores_of(each) for each in ("cpu:1", "cpu:0", "cpu")] == ["2,4", "0-1,3,8", "2,4,0-1,3,8"]
     each = loaded(file, f'{of_two}copies = "each"\n{tables}').models["m"]
-    assert each.groups == {"cpu:1": ("cpu:1",), "cpu:0": ("cpu:0",)}
+    assert each.devices_by_weight_copy == {"cpu:1": ("cpu:1",), "cpu:0": ("cpu:0",)}
     assert loaded(file, MODEL).models["m"].cores_of("cpu") == ""
 
 
@@ -677,9 +677,9 @@ def test_workers_of_one_copy_are_bounded_together(file: Path, monkeypatch: pytes
 
 
 def test_the_default_of_priority_is_the_middle_one(file: Path) -> None:
-    levels = [loaded(file, f"{MODEL}priority_levels = {count}").models["m"].level for count in (1, 2, 3, 16)]
+    levels = [loaded(file, f"{MODEL}priority_levels = {count}").models["m"].default_level for count in (1, 2, 3, 16)]
     assert levels == [1, 1, 2, 8]
-    assert loaded(file, f"{MODEL}priority_levels = 3\ndefault_priority = 3").models["m"].level == 3
+    assert loaded(file, f"{MODEL}priority_levels = 3\ndefault_priority = 3").models["m"].default_level == 3
 
 
 def test_how_many_rows_are_tested(file: Path) -> None:
@@ -689,7 +689,7 @@ def test_how_many_rows_are_tested(file: Path) -> None:
         f"{SPLIT}part_rows = 3\n",
         f"{SPLIT}part_rows = 5\n{BATCHING}max_rows = 8\n",
     ]
-    assert [loaded(file, MODEL + each).models["m"].rows for each in tables] == [1, 8, 6, 10]
+    assert [loaded(file, MODEL + each).models["m"].max_batch_rows for each in tables] == [1, 8, 6, 10]
 
 
 @pytest.mark.parametrize(

@@ -43,25 +43,25 @@ def test_what_two_ranks_on_cards_come_to() -> None:
     ranks = of(model)
     assert ranks.groups == (("ascend:0", "ascend:1"),)
     assert ranks.paths == ("/srv/big/rank0.mindir", "/srv/big/rank1.mindir")
-    assert (ranks.size, ranks.reply_rank, ranks.generates, ranks.table_of(0)) == (2, 1, True, "")
-    assert (ranks.on_cards, ranks.buffer_bytes, ranks.fits_beside) == (True, 400 * MIB, False)
+    assert (ranks.size, ranks.reply_rank, ranks.is_table_generated, ranks.rank_table_path(0)) == (2, 1, True, "")
+    assert (ranks.is_on_cards, ranks.buffer_bytes, ranks.can_overlap) == (True, 400 * MIB, False)
     assert ranks.device_ips == {"ascend:1": "192.168.1.9"}
-    assert (model.devices, model.spares, model.forks, model.on_cards) == (tuple(CARDS), 0, False, True)
+    assert (model.devices, model.spares, model.can_fork, model.is_on_cards) == (tuple(CARDS), 0, False, True)
     assert model.mindspore_lite.provider == "ge"
 
 
 def test_what_is_written_down_is_read_again() -> None:
     model = completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], "reply": 1, "device_ports": [16666, 16667]})
-    assert of(model).fits_beside
+    assert of(model).can_overlap
     assert decode(ModelConfig, plain(model)) == model
 
 
 def test_paths_are_absolute_and_have_the_numbers_of_rank_and_group() -> None:
     keys = {"rank_table": "hccl{group}.json", "group_info_file": "groups{rank}.pb"}
     ranks = of(completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], **keys}))
-    assert not ranks.generates
-    assert [ranks.table_of(group) for group in (0, 1)] == ["/etc/weightd/hccl0.json", "/etc/weightd/hccl1.json"]
-    assert ranks.group_info_of(1) == "/etc/weightd/groups1.pb"
+    assert not ranks.is_table_generated
+    assert [ranks.rank_table_path(group) for group in (0, 1)] == ["/etc/weightd/hccl0.json", "/etc/weightd/hccl1.json"]
+    assert ranks.group_info_path(1) == "/etc/weightd/groups1.pb"
 
 
 @pytest.mark.parametrize(("reply", "rank"), [("last", 1), (0, 0), (1, 1), ("concat", None)])
@@ -116,7 +116,7 @@ def test_ranks_on_the_cpu() -> None:
     model = completed(ON_CPU, **MINDSPORE)
     ranks = of(model)
     assert (ranks.groups, ranks.size, ranks.rank_table, ranks.buffer_bytes) == ((("cpu", "cpu"),), 2, "", 0)
-    assert (ranks.fits_beside, model.devices, model.forks, model.spares) == (True, ("cpu",), False, 0)
+    assert (ranks.can_overlap, model.devices, model.can_fork, model.spares) == (True, ("cpu",), False, 0)
     assert model.sharing == "off"
     several = of(completed({"devices": [["cpu", "cpu"], ["cpu", "cpu"]]}, **MINDSPORE, policy="overlap"))
     assert several.groups == (("cpu", "cpu"), ("cpu", "cpu"))

@@ -74,8 +74,8 @@ class Place:
     def problems(self, model: ModelConfig | None = None, visible: str = "", name: str = "big") -> list[str]:
         model = model or self.model()
         assert model.ranks is not None
-        self.owners: slices.Owners = getattr(self, "owners", {})
-        return list(slices.problems(name, model, model.ranks, visible, self.owners))
+        self.owners: slices.PortOwners = getattr(self, "owners", {})
+        return list(slices.find_problems(name, model, model.ranks, visible, self.owners))
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_each_problem_has_the_name_of_the_model_and_the_interpreter_is_asked_for
     python.write_text(f'#!/bin/sh\necho "$2" > {tmp_path}/asked; echo {VERSION}\n')
     python.chmod(0o700)
     place.slice(1).unlink()
-    [problem] = check.problems({"big": place.model(python=str(python))})["big"]
+    [problem] = check.find_problems({"big": place.model(python=str(python))})["big"]
     assert problem == f"models.big.path: rank 1: {place.slice(1)}: No such file or directory"
     assert "RANK_ENGINES" in (tmp_path / "asked").read_text()
 
@@ -259,9 +259,9 @@ def test_a_member_of_a_group_needs_a_library_that_has_them(tmp_path: Path, monke
     (tmp_path / "m.mindir").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = ModelConfig(str(tmp_path / "m.mindir"), "mindspore_lite", sys.executable)
-    of_a_member = check.problems({"m": model}, ["m"])["m"][-1]
+    of_a_member = check.find_problems({"m": model}, ["m"])["m"][-1]
     assert of_a_member.endswith("expected mindspore_lite 2.1 or later, which has groups of models, got 2.0.0")
-    assert check.problems({"m": model})["m"][-1] != of_a_member
+    assert check.find_problems({"m": model})["m"][-1] != of_a_member
 
 
 def test_what_each_model_will_be(place: Place) -> None:
@@ -280,7 +280,7 @@ def test_what_each_model_will_be(place: Place) -> None:
         "two": {"path": "n.mindir", **card},
     }
     config = parse({"models": models, "groups": {"g": {"models": ["one", "two"]}}}, Path("/srv"))
-    assert list(check.described(config)) == [
+    assert list(check.describe_config(config)) == [
         "big: mindspore_lite, 2 groups of 2 ranks on ascend:0, ascend:1; ascend:2, ascend:3, /srv/rank{rank}.mindir",
         "cut: mindspore, 3 ranks on cpu, /srv/{rank}.mindir",
         "small: onnxruntime, 3 workers, /srv/m.onnx",

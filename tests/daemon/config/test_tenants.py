@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.load import Config, ConfigError, parse
-from weightd.daemon.config.tenants import TenantConfig, warnings
+from weightd.daemon.config.tenants import TenantConfig, find_warnings
 from weightd.protocol import limits
 from weightd.shared.keys import PUBLIC, SECRET, text_of
 
@@ -166,7 +166,7 @@ def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
             "default": {},
         },
     ).tenants
-    assert list(warnings(tenants, ["m"])) == [
+    assert list(find_warnings(tenants, ["m"])) == [
         "tenants.a.models: there is no model 'n'",
         'tenants.a.model_dirs: it may not update models: "operate" is not in its `may`',
         "tenants.b.may: it may do nothing",

@@ -123,7 +123,7 @@ def test_another_name_of_the_same_socket_is_the_same_socket(root: Path, config: 
     first = config if address.startswith("ipc") else twin
     with claim(first):
         # Of a TCP address the lock is in the runtime directory.
-        assert tree(root) == {"run/weightd.sock.lock" if first is config else f"run/{twin.key}.lock"}
+        assert tree(root) == {"run/weightd.sock.lock" if first is config else f"run/{twin.daemon_key}.lock"}
         assert f"running already on this socket, as pid {os.getpid()} " in refused(twin)
     assert tree(root) == set()
 
@@ -221,8 +221,8 @@ def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonC
     (config.private_dir / "pages").touch()
     stale_socket(config.children_socket)
     with claim(config, kept=True):
-        assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.key}/pages"}
-    assert tree(root) == {f"cache/{config.key}/pages"}
+        assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.daemon_key}/pages"}
+    assert tree(root) == {f"cache/{config.daemon_key}/pages"}
 
 
 @pytest.fixture

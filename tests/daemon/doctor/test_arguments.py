@@ -10,7 +10,7 @@ from weightd.daemon.doctor import arguments
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser()
-    arguments.describe(made)
+    arguments.add_arguments(made)
     return made
 
 

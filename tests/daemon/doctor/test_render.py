@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from weightd.daemon.doctor.render import as_json, table
-from weightd.daemon.doctor.verdicts.finding import EXITS, Finding, Verdict, exit_status, failed, passed, untestable
+from weightd.daemon.doctor.render import render_json, render_table
+from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, Finding, Verdict, exit_status, failed, passed, untestable
 from weightd.protocol.version import VERSION
 
 GOOD = passed("interpreter", "python3: Python 3.11")
@@ -21,7 +21,7 @@ OPEN = untestable("processes", "unknown", "npu-smi info")
         ([GOOD, DRIVER, OPEN], 0),
         ([GOOD, DRIVER, BAD], 1),
         ([BAD], 1),
-        ([GOOD, passed(EXITS, "pidfds"), OPEN], 69),  # these are nothing of Ascend
+        ([GOOD, passed(PROCESS_EXITS, "pidfds"), OPEN], 69),  # these are nothing of Ascend
         ([GOOD], 69),
         ([], 69),
     ],
@@ -31,7 +31,7 @@ def test_the_exit_status(findings: list[Finding], status: int) -> None:
 
 
 def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
-    assert table([GOOD, BAD, OPEN]).splitlines() == [
+    assert render_table([GOOD, BAD, OPEN]).splitlines() == [
         "pass          interpreter  python3: Python 3.11",
         "fail          current_pid  empty",
         "                           -> source set_env.sh",
@@ -43,19 +43,19 @@ def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
 
 def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
     path = "/very/long" * 20
-    lines = table([failed("driver", f"{'word ' * 40}{path}", "do this " * 30)]).splitlines()
+    lines = render_table([failed("driver", f"{'word ' * 40}{path}", "do this " * 30)]).splitlines()
     assert all(len(line) <= 120 or path in line for line in lines)
     assert any(line.strip() == path for line in lines)
     assert all(line.startswith(" " * 22) for line in lines[1:-1])
 
 
 def test_nothing_to_tell() -> None:
-    assert table([Finding("driver", Verdict.PASS, "")]).splitlines()[0] == "pass          driver"
-    assert table([]) == "0 pass, 0 fail, 0 not testable\n"
+    assert render_table([Finding("driver", Verdict.PASS, "")]).splitlines()[0] == "pass          driver"
+    assert render_table([]) == "0 pass, 0 fail, 0 not testable\n"
 
 
 def test_json_has_everything_in_order() -> None:
-    assert json.loads(as_json([GOOD, DRIVER, BAD])) == {
+    assert json.loads(render_json([GOOD, DRIVER, BAD])) == {
         "weightd": VERSION,
         "exit_status": 1,
         "findings": [

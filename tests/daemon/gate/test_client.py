@@ -10,7 +10,7 @@ import time
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.gate.client import Client, DescriptorsError, buffer_bytes, prepare, user_of
+from weightd.daemon.gate.client import Client, DescriptorsError, kernel_buffer_bytes, configure_socket, identify_user
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zmtp import Bounds, Connection, Null
 from weightd.daemon.host.closing import Closing
@@ -36,25 +36,25 @@ def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
         assert made.identity() == PeerIdentity(
             os.getuid(), os.getpid(), f"uid {os.getuid()}", (os.getgid(), *os.getgroups())
         )
-        assert user_of(ours, None) == (f"uid {os.getuid()}", True)
+        assert identify_user(ours, None) == (f"uid {os.getuid()}", True)
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
 def test_over_tcp_the_kernel_knows_the_user_on_this_host(host: str, family: int) -> None:
     ours, theirs = accepted(host, family)
     with ours, theirs, contextlib.closing(Peers()) as peers:
-        assert user_of(ours, peers) == (f"uid {os.getuid()}", True)
+        assert identify_user(ours, peers) == (f"uid {os.getuid()}", True)
 
 
 def test_over_tcp_a_client_that_has_closed_its_socket_is_not_let_in() -> None:
     ours, theirs = accepted("127.0.0.1")
     theirs.close()
     with ours, contextlib.closing(Peers()) as peers, pytest.raises(OSError, match="gone"):
-        user_of(ours, peers)
+        identify_user(ours, peers)
 
 
 def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
-    assert [buffer_bytes(count) for count in (1, 128, 256, 1024, 100_000)] == [
+    assert [kernel_buffer_bytes(count) for count in (1, 128, 256, 1024, 100_000)] == [
         256 * KIB,
         256 * KIB,
         128 * KIB,
@@ -62,10 +62,10 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
         8 * KIB,
     ]
     # Each has one to the client and two between gate and daemon; 1,024 connections are the limit by default.
-    assert sum(map(buffer_bytes, range(1, 1025))) < 128 * 1024 * KIB
+    assert sum(map(kernel_buffer_bytes, range(1, 1025))) < 128 * 1024 * KIB
     ours, theirs = accepted("127.0.0.1")
     with ours, theirs:
-        prepare(ours, 1024)
+        configure_socket(ours, 1024)
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * 32 * KIB
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == 2 * 32 * KIB
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -102,7 +102,7 @@ def test_what_cannot_be_sent_waits_and_counts() -> None:
         sent = [made.send([b"head", piece]) for _ in range(10)]
         assert not all(sent)
         assert made.send([b"tail"]) is False
-        waits = made.kept()
+        waits = made.count_buffered_bytes()
         assert 0 < waits < 10 * (4 + len(piece)) + 4
         received = b""
         while not made.flush():
@@ -119,6 +119,6 @@ def test_a_client_that_has_a_stream_counts_what_the_daemon_has_not_read() -> Non
         made = Client(near, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
         made.stream = Stream(ours)
         made.stream.send([bytes(1 << 20)])
-        assert made.kept() == made.stream.unsent > 0
+        assert made.count_buffered_bytes() == made.stream.unsent > 0
         made.close()
         assert peer.recv(1) == b""

@@ -55,6 +55,6 @@ def test_no_capability_no_file_no_port_and_only_so_much_memory_is_left(tmp_path:
     assert rights.split() == [_NO, _NO, _NO if os.getuid() == 0 else rights.split()[2], "1"]
     file, memory, pipe, *others = tries.split()
     assert (file, memory, pipe) == ("OSError", "MemoryError", "could")
-    if confinement.landlock() < 6:
+    if confinement.landlock_version() < 6:
         pytest.skip("this kernel cannot forbid more")
     assert others == [_NOT_ALLOWED] * 5

@@ -12,15 +12,15 @@ from nacl import bindings
 from zmq.utils import z85
 
 from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.curve import Curve, secret_key
-from weightd.daemon.gate.zmtp import SEPARATE_BYTES, Bounds, Connection
+from weightd.daemon.gate.curve import Curve, decode_secret_key
+from weightd.daemon.gate.zmtp import CRYPTO_THREAD_BYTES, Bounds, Connection
 from weightd.protocol.framing import MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, DEALER, MORE, SEALED_COMMAND, CurveClient, frame, metadata
 
 SERVER, SECRET = bindings.crypto_box_keypair()
 OTHER, _ = bindings.crypto_box_keypair()
-BOUNDS = Bounds(frame=2 * SEPARATE_BYTES, message=3 * SEPARATE_BYTES)
+BOUNDS = Bounds(max_frame_bytes=2 * CRYPTO_THREAD_BYTES, max_message_bytes=3 * CRYPTO_THREAD_BYTES)
 
 Change = Callable[[bytes], bytes]
 
@@ -57,7 +57,7 @@ class Scene:
         found = connection.receive(frame(0, self.client.message(flags, content)))
         while connection.work is not None or connection.is_behind:
             work = connection.work
-            found += connection.receive(b"") if work is None else connection.worked(work())
+            found += connection.receive(b"") if work is None else connection.on_work_done(work())
         return [[bytes(each) for each in frames] for frames in found]
 
 
@@ -71,22 +71,22 @@ def scene() -> Scene:
 def test_a_client_proves_which_key_it_has(scene: Scene) -> None:
     mechanism = scene.connection.mechanism
     public = bindings.crypto_scalarmult_base(scene.client.secret)
-    assert scene.shown == [mechanism.key]
-    assert z85.decode(mechanism.key) == public
+    assert scene.shown == [mechanism.peer_key]
+    assert z85.decode(mechanism.peer_key) == public
     assert (mechanism.is_complete, scene.connection.error) == (True, "")
 
 
 def test_a_key_is_read_as_libzmq_writes_it() -> None:
     public, secret = zmq.curve_keypair()
-    assert bindings.crypto_scalarmult_base(secret_key(secret.decode())) == z85.decode(public)
+    assert bindings.crypto_scalarmult_base(decode_secret_key(secret.decode())) == z85.decode(public)
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 5000, SEPARATE_BYTES - 1, SEPARATE_BYTES, 2 * SEPARATE_BYTES])
+@pytest.mark.parametrize("size", [0, 1, 255, 5000, CRYPTO_THREAD_BYTES - 1, CRYPTO_THREAD_BYTES, 2 * CRYPTO_THREAD_BYTES])
 def test_frames_arrive_and_large_ones_are_decrypted_elsewhere(scene: Scene, size: int) -> None:
     content = bytes(size)
     assert scene.send(MORE, b"head") == []
     assert scene.send(0, content) == [[b"head", content]]
-    head, body, *rest = zmtp.message(scene.connection.mechanism, [b"answer", content])[1::2]
+    head, body, *rest = zmtp.encode_message(scene.connection.mechanism, [b"answer", content])[1::2]
     assert [scene.client.opened(bytes(each)) for each in (head, body)] == [(MORE, b"answer"), (0, content)]
     assert rest == []
 
@@ -94,7 +94,7 @@ def test_frames_arrive_and_large_ones_are_decrypted_elsewhere(scene: Scene, size
 def test_a_ping_is_answered_encrypted(scene: Scene) -> None:
     assert scene.send(SEALED_COMMAND, b"\4PING\0\0context") == []
     assert scene.connection.pong == b"\4PONGcontext"
-    sent = zmtp.pong(scene.connection.mechanism, b"\4PONGcontext")
+    sent = zmtp.encode_pong(scene.connection.mechanism, b"\4PONGcontext")
     assert scene.client.opened(sent[2:]) == (SEALED_COMMAND, b"\4PONGcontext")
 
 
@@ -189,11 +189,11 @@ def test_a_message_without_encryption_ends_the_connection(scene: Scene) -> None:
 
 
 def test_a_large_frame_that_was_changed_ends_the_connection(scene: Scene) -> None:
-    sealed = scene.client.message(0, bytes(SEPARATE_BYTES))
+    sealed = scene.client.message(0, bytes(CRYPTO_THREAD_BYTES))
     assert scene.connection.receive(frame(0, sealed[:-1] + b"x")) == []
     work = scene.connection.work
     assert work is not None
-    assert scene.connection.worked(work()) == []
+    assert scene.connection.on_work_done(work()) == []
     assert "was not made with the keys of this connection" in scene.connection.error
 
 

@@ -100,11 +100,11 @@ class Daemon:
 
     def hear(self) -> None:
         for each in self.link.receive():
-            said = link.of_gate(each.frames[0])
+            said = link.parse_proxy_message(each.frames[0])
             if isinstance(said, Met):
                 self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
                 self.lanes[-1].connection.settimeout(LIMIT_S)
-                self.peers = said.peers
+                self.peers = said.peer_count
             elif isinstance(said, Said):
                 self.lines.append(said.text)
             else:
@@ -178,7 +178,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             "",
             None,
             tenants,
-            link.error_start(bytes(NO_TEXT)),
+            link.error_prefix(bytes(NO_TEXT)),
         )
         gate = Gate(listener, Stream(its), terms)
         thread = threading.Thread(target=gate.run)
@@ -294,8 +294,8 @@ def test_tenants_that_a_reload_adds_count_from_then_on(start: Start, uid: list[i
     scene = start(max_connections=4, tenants=[Members("a", [1])])
     uid[0] = 2
     early = scene.met()
-    scene.daemon.link.send([link.admits(None, [Members("a", [1]), Members("b", [2])])])
-    until(lambda: [*scene.gate._crowd._accounts] == ["b"], "the gate knows the tenant")
+    scene.daemon.link.send([link.encode_allowed_peers(None, [Members("a", [1]), Members("b", [2])])])
+    until(lambda: [*scene.gate._connection_limiter._accounts] == ["b"], "the gate knows the tenant")
     uid[0] = 1
     for _ in range(5):
         scene.connect()
@@ -453,7 +453,7 @@ def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monke
     first.send(frame(0, b"end"))
     assert [len(each) for [each, *_] in received_all(scene.daemon.meet())] == [MIB + 1]
     # What was kept for those that are gone counts no more.
-    until(lambda: [each.nbytes for each in scene.gate._users.values()] == [0, 0], "nothing is kept")
+    until(lambda: [each.buffered_bytes for each in scene.gate._users.values()] == [0, 0], "nothing is kept")
 
 
 def received_all(lane: Stream) -> list[list[Any]]:
@@ -589,8 +589,8 @@ class Refusing:
 @pytest.fixture
 def refusing(start: Start) -> tuple[Scene, Refusing]:
     scene = start()
-    connection: Any = Refusing(scene.gate._link.connection)
-    scene.gate._link.connection = connection
+    connection: Any = Refusing(scene.gate._control_stream.connection)
+    scene.gate._control_stream.connection = connection
     return scene, connection
 
 
@@ -626,20 +626,20 @@ def test_a_client_for_whom_the_link_has_no_descriptor_is_hung_up_alone(refusing:
 def test_last_answers_arrive_whatever_the_daemon_had_yet_to_read_of_the_link(start: Start) -> None:
     scene = start()
     peer, lane = scene.met()
-    scene.gate._link.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    scene.gate._control_stream.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     others = [scene.connect() for _ in range(20)]
     for each in others:
         each.send(message([b"x"]))
-    until(lambda: scene.gate._met == 21 and scene.gate._link.unsent > 0, "the link is full")
+    until(lambda: scene.gate._peer_count == 21 and scene.gate._control_stream.unsent > 0, "the link is full")
     answer = bytes(2 * MIB)
     lane.send([answer])
     while not lane.flush():
         pass
     # The gate has read the answer, and holds it until its client reads.
-    until(lambda: scene.gate._kept >= MIB, "the gate has the answer")
+    until(lambda: scene.gate._buffered_bytes >= MIB, "the gate has the answer")
     scene.daemon.link.close()
     # The ends of those that the daemon has not read are closed with the link.
-    until(lambda: scene.gate._met < 21, "some of the others have left")
+    until(lambda: scene.gate._peer_count < 21, "some of the others have left")
     assert peer.read(9 + len(answer))[9:] == answer
 
 
@@ -770,7 +770,7 @@ def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, se
     for each in scene.daemon.lanes:
         each.close()
     gate = scene.gate
-    until(lambda: not (gate._users or gate._leaving), "nobody is there")
-    assert (gate._kept, gate._met, gate._handshakes, len(gate._crowd)) == (0, 0, {}, 0)
-    assert not gate._turns
+    until(lambda: not (gate._users or gate._close_deadlines), "nobody is there")
+    assert (gate._buffered_bytes, gate._peer_count, gate._handshakes, len(gate._connection_limiter)) == (0, 0, {}, 0)
+    assert not gate._read_queue
     assert not gate._admission._open

@@ -93,7 +93,7 @@ class World(RuleBasedStateMachine):
         self.stack.enter_context(patch)
         listener = self.stack.enter_context(listening(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
-        terms = Terms("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_start(bytes(_NO_TEXT)))
+        terms = Terms("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
         self.link: Stream = Stream(ours, takes_descriptors=True)
         stream = Stream(its)
         self.refusing = _Refusing(its)
@@ -146,7 +146,7 @@ class World(RuleBasedStateMachine):
     def hear(self) -> None:
         while select.select([self.link], [], [], 0)[0]:
             for each in self.link.receive():
-                if isinstance(link.of_gate(each.frames[0]), Met):
+                if isinstance(link.parse_proxy_message(each.frames[0]), Met):
                     self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
 
     @precondition(lambda self: self.lanes)
@@ -180,7 +180,7 @@ class World(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(["a", NO_TENANT]))
     def reload(self, tenant: str) -> None:
-        self.link.send([link.admits(None, [Members(tenant, [os.getuid()])])])
+        self.link.send([link.encode_allowed_peers(None, [Members(tenant, [os.getuid()])])])
 
     @rule(refuses=st.booleans())
     def refuse_descriptors(self, refuses: bool) -> None:
@@ -199,13 +199,13 @@ class World(RuleBasedStateMachine):
             return
         gate = self.gate
         everyone = [client for user in gate._users.values() for client in user.clients]
-        assert gate._kept == sum(client.nbytes for client in everyone)
-        assert {name: user.nbytes for name, user in gate._users.items()} == {
+        assert gate._buffered_bytes == sum(client.nbytes for client in everyone)
+        assert {name: user.buffered_bytes for name, user in gate._users.items()} == {
             name: sum(client.nbytes for client in user.clients) for name, user in gate._users.items()
         }
-        assert len(gate._crowd) == len(everyone)
-        assert gate._met == sum(client.stream is not None for client in everyone)
-        assert gate._leaving.keys() <= {*everyone}
+        assert len(gate._connection_limiter) == len(everyone)
+        assert gate._peer_count == sum(client.stream is not None for client in everyone)
+        assert gate._close_deadlines.keys() <= {*everyone}
         for side in [side for client in everyone for side in (client.near, client.far) if side is not None]:
             assert side.is_open
             assert bool(gate._loop._masks[side.descriptor] & select.EPOLLIN) == (not side.holds)
@@ -224,11 +224,11 @@ class World(RuleBasedStateMachine):
                     lane.close()
                 self.lanes.clear()
                 gate._loop.wait(0.01)
-                if not gate._users and not gate._leaving:
+                if not gate._users and not gate._close_deadlines:
                     break
             self.link.close()
-            assert (gate._users, gate._leaving, gate._kept, gate._met) == ({}, {}, 0, 0)
-            assert (gate._handshakes, len(gate._crowd), bool(gate._turns)) == ({}, 0, False)
+            assert (gate._users, gate._close_deadlines, gate._buffered_bytes, gate._peer_count) == ({}, {}, 0, 0)
+            assert (gate._handshakes, len(gate._connection_limiter), bool(gate._read_queue)) == ({}, 0, False)
 
 
 TestWorld = World.TestCase

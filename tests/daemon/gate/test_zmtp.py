@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weightd.daemon.gate import zmtp
-from weightd.daemon.gate.zmtp import MAX_COMMAND_BYTES, MOST_FRAMES, MOST_MESSAGES, Bounds, Connection, Null
+from weightd.daemon.gate.zmtp import MAX_COMMAND_BYTES, MAX_FRAMES_PER_PARSE, MAX_MESSAGES_PER_PARSE, Bounds, Connection, Null
 from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 from .peer import COMMAND, CURVE_GREETING, GREETING, MORE, PING, READY, frame, message, metadata
 
-BOUNDS = Bounds(frame=4 * LARGE_BYTES, message=5 * LARGE_BYTES)
+BOUNDS = Bounds(max_frame_bytes=4 * LARGE_BYTES, max_message_bytes=5 * LARGE_BYTES)
 
 Messages = list[list[bytes]]
 
@@ -41,15 +41,15 @@ def fed(to: Connection, data: bytes) -> Messages:
         if to.is_behind:
             found = to.receive(b"")
         elif to.missing >= LARGE_BYTES:
-            target = to.target()
+            target = to.read_buffer()
             count = min(len(target), len(data))
             target[:count] = data[:count]
-            found, data = to.filled(count), data[count:]
+            found, data = to.on_filled(count), data[count:]
         else:
             found, data = to.receive(data[:LARGE_BYTES]), data[LARGE_BYTES:]
         messages += [[bytes(each) for each in frames] for frames in found]
-        assert len(found) <= MOST_MESSAGES
-        assert to.held <= BOUNDS.message + 2 * LARGE_BYTES
+        assert len(found) <= MAX_MESSAGES_PER_PARSE
+        assert to.held <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
         if to.error:
             break
     return messages
@@ -57,7 +57,7 @@ def fed(to: Connection, data: bytes) -> Messages:
 
 sizes = some.one_of(some.integers(0, 300), some.sampled_from([8191, 8192, 20_000, LARGE_BYTES, 2 * LARGE_BYTES]))
 lists = some.lists(
-    some.lists(sizes, min_size=1, max_size=4).filter(lambda each: sum(each) <= BOUNDS.message), max_size=6
+    some.lists(sizes, min_size=1, max_size=4).filter(lambda each: sum(each) <= BOUNDS.max_message_bytes), max_size=6
 )
 
 
@@ -110,7 +110,7 @@ def test_any_bytes_are_messages_or_one_error_in_whichever_pieces_they_come(
         (GREETING + frame(COMMAND, b"\5READY" + metadata(Socket_Type=b"REQ")), "of type DEALER, got 'REQ'"),
         (GREETING + frame(COMMAND, b"\5READY"), "of type DEALER, got ''"),
         (GREETING + READY + b"\x08\0", "got one with the flags 0x8"),
-        (GREETING + READY + b"\2" + struct.pack(">Q", BOUNDS.frame + 1), "262144 bytes in a frame, got 262145"),
+        (GREETING + READY + b"\2" + struct.pack(">Q", BOUNDS.max_frame_bytes + 1), "262144 bytes in a frame, got 262145"),
         (GREETING + READY + b"\2" + b"\xff" * 8, "262144 bytes in a frame, got 18446744073709551615"),
         (
             GREETING + READY + frame(MORE, bytes(2 * LARGE_BYTES)) + b"\2" + struct.pack(">Q", 4 * LARGE_BYTES),
@@ -152,9 +152,9 @@ def test_a_peer_of_zmtp_3_0_is_served() -> None:
 def test_many_messages_and_commands_are_taken_in_turns() -> None:
     peer = ready()
     found = peer.receive(frame(0, b"x") * 100)
-    assert (len(found), peer.is_behind) == (MOST_MESSAGES, True)
+    assert (len(found), peer.is_behind) == (MAX_MESSAGES_PER_PARSE, True)
     peer = ready()
-    assert peer.receive(PING * (MOST_FRAMES + 1) + frame(0, b"x")) == []
+    assert peer.receive(PING * (MAX_FRAMES_PER_PARSE + 1) + frame(0, b"x")) == []
     assert (peer.is_behind, peer.pong) == (True, b"\4PONGcontext")
     assert peer.receive(b"") == [[b"x"]]
     assert not peer.is_behind
@@ -176,6 +176,6 @@ def test_what_is_announced_counts_before_it_comes() -> None:
 def test_what_is_sent_can_be_received(lengths: list[list[int]]) -> None:
     mechanism = ready().mechanism
     sent = [[bytes(length) for length in each] for each in lengths]
-    data = b"".join(piece for frames in sent for piece in zmtp.message(mechanism, frames))
+    data = b"".join(piece for frames in sent for piece in zmtp.encode_message(mechanism, frames))
     assert data == b"".join(map(message, sent))
-    assert zmtp.pong(mechanism, b"\4PONGx") == frame(COMMAND, b"\4PONGx")
+    assert zmtp.encode_pong(mechanism, b"\4PONGx") == frame(COMMAND, b"\4PONGx")

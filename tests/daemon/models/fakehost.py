@@ -209,7 +209,7 @@ class Stage:
         self.traits = traits
         config.setdefault("start", "spawn")
         there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        self.model = Model("digits", there, {name: Device(name) for name in there.groups}, self.host, self.host)
+        self.model = Model("digits", there, {name: Device(name) for name in there.devices_by_weight_copy}, self.host, self.host)
         self.model.start(self.now)
 
     def pinned(self) -> Stage:

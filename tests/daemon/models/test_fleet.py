@@ -37,7 +37,7 @@ class FakeModel:
         self.done: list[str] = []
 
     def reconfigure(self, config: ModelConfig) -> bool:
-        if config.loads_as(self.config):
+        if config.has_same_load(self.config):
             self.config = config
         return self.config is config
 

@@ -164,7 +164,7 @@ class ModelWorld(RuleBasedStateMachine):
             load_timeout=500.0,
             max_queue=8,
         )
-        self.devices = {name: Device(name, capacity, processes) for name in self.config.groups}
+        self.devices = {name: Device(name, capacity, processes) for name in self.config.devices_by_weight_copy}
         self.model = Model("m", self.config, self.devices, self, self)
         self.model.start(self.now)
         # Most of what is worth seeing happens later.
@@ -737,7 +737,7 @@ class ModelWorld(RuleBasedStateMachine):
         else:
             serving = deployment.serving
             places = Counter(serving.children[name].device for name in serving.enlisted)
-            wanted = dict.fromkeys(self.config.groups[deployment.device.name], self.workers)
+            wanted = dict.fromkeys(self.config.devices_by_weight_copy[deployment.device.name], self.workers)
             assert places == wanted or serving.access.is_shut
             assert not deployment.busy
 

@@ -71,8 +71,8 @@ class Cut:
     ) -> None:
         self.host, self.now = host or FakeHost(), 1000.0
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", **config}
-        self.config = ModelConfig("/m{rank}.mindir", devices=ranks.together, ranks=ranks, **config)
-        self.devices = {name: Device(name) for name in ("cpu", *ranks.together)}
+        self.config = ModelConfig("/m{rank}.mindir", devices=ranks.all_devices, ranks=ranks, **config)
+        self.devices = {name: Device(name) for name in ("cpu", *ranks.all_devices)}
         self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
 
     def started(self) -> Cut:
@@ -324,7 +324,7 @@ class Reloaded(Cut):
         super().__init__(numbers=numbers)
         self.old = self.serving().model
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
-        self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.together, ranks=ON_CARDS, **config)
+        self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.all_devices, ranks=ON_CARDS, **config)
         self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
         self.model.replaces(self.old)
         self.started()

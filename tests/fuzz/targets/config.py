@@ -81,7 +81,7 @@ def _check_refusal(error: ConfigError) -> None:
 
 def _check(parsed: Config) -> None:
     assert 0 < len(parsed.models) <= limits.MAX_MODELS
-    assert len(bytes(parsed.daemon.lane_socket)) <= limits.MAX_IPC_PATH_BYTES
+    assert len(bytes(parsed.daemon.channel_socket)) <= limits.MAX_IPC_PATH_BYTES
     assert 0 < len(parsed.listeners) <= limits.MAX_LISTENERS
     assert all(each.address.startswith(("ipc:///", "tcp://")) for each in parsed.listeners.values())
     assert parsed.daemon.private_dir.is_absolute()
@@ -121,6 +121,6 @@ def _check_ranks(model: ModelConfig) -> None:
     assert {len(group) for group in model.ranks.groups} == {model.ranks.size}
     assert 2 <= model.ranks.size <= len(model.ranks.paths) <= MAX_RANKS
     assert len({*model.ranks.paths}) == model.ranks.size
-    assert model.devices == model.ranks.together
+    assert model.devices == model.ranks.all_devices
     assert (model.workers, model.spares, model.sharing) == (1, 0, "off")
     assert model.predict_timeout < model.ranks.exec_timeout

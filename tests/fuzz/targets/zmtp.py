@@ -14,7 +14,7 @@ from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255
 _FILLING = b"\xff" * LARGE_BYTES  # as the beginning of a frame an error: it would be thousands of frames else
-BOUNDS = Bounds(frame=3 * LARGE_BYTES, message=4 * LARGE_BYTES)
+BOUNDS = Bounds(max_frame_bytes=3 * LARGE_BYTES, max_message_bytes=4 * LARGE_BYTES)
 
 MAX_BYTES = 1024
 GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(48)
@@ -61,15 +61,15 @@ def _fed(connection: Connection, piece: bytes) -> list[list[bytes]]:
         if connection.error:
             break
         if connection.missing >= LARGE_BYTES and not connection.is_behind:
-            target = connection.target()
+            target = connection.read_buffer()
             taken = min(len(target), len(piece))
             target[:taken] = piece[:taken]
-            found, piece = connection.filled(taken), piece[taken:]
+            found, piece = connection.on_filled(taken), piece[taken:]
         else:
             data, piece = (b"", piece) if connection.is_behind else (piece, b"")
             found = connection.receive(data)
         messages += [[bytes(frame) for frame in each] for each in found]
-        assert connection.held <= BOUNDS.message + 2 * LARGE_BYTES
+        assert connection.held <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
     return messages
 
 
@@ -84,8 +84,8 @@ def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
         is_command = bool(flags & COMMAND)
         if (
             flags > MORE | LONG | COMMAND
-            or length > (MAX_COMMAND_BYTES if is_command else BOUNDS.frame)
-            or (not is_command and sum(map(len, frames)) + length > BOUNDS.message)
+            or length > (MAX_COMMAND_BYTES if is_command else BOUNDS.max_frame_bytes)
+            or (not is_command and sum(map(len, frames)) + length > BOUNDS.max_message_bytes)
             or (not is_command and len(frames) == MAX_FRAMES)
         ):
             yield None

@@ -106,7 +106,7 @@ class Backend:
         self._seals = Seals()
         self.intact = self._seals.intact
         self._directory = config.private_dir
-        self._sockets = config.children_socket, config.lane_socket
+        self._sockets = config.children_socket, config.channel_socket
         self._launcher = launcher or Direct()
         self._pinning = Pinning(self._directory, self._running, Probing(self._running, devices), self._do_later)
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -124,7 +124,7 @@ class Backend:
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
         self._held: dict[str, list[OrderMessage]] = {}
         # A child that finds the socket finds the lane.
-        self._lanes = Lanes(config.lane_socket, loop, self._name_of, self._on_lane, self._on_broken_lane)
+        self._lanes = Lanes(config.channel_socket, loop, self._name_of, self._on_lane, self._on_broken_lane)
         self._address = config.children_address
         self._socket = bind(context, self._address)
         self._use = watch(loop, self._socket, self._on_messages)

@@ -82,7 +82,7 @@ class ForkServers:
 
     def want(self, models: Iterable[ModelConfig]) -> None:
         """Have those that these models want, and no other."""
-        wanted = {(each.python, each.engine) for each in models if each.forks}
+        wanted = {(each.python, each.engine) for each in models if each.can_fork}
         for kind in self._all.keys() - wanted:
             server = self._all.pop(kind)
             if server.name:

@@ -106,22 +106,22 @@ def program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: s
         device,
         threads=config.threads,
         sharing=generation.terms.sharing,
-        options=config.options.json(),
+        options=config.engine_options.json(),
         weights=snapshot.weights,
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
         why_spawned=_why_spawned(config),
         may_be_template=generation.terms.forks_built,
         pinned=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
-        users=0 if config.on_cards else generation.terms.attached,
+        users=0 if config.is_on_cards else generation.terms.attached,
         cores=config.cores_of(device),
     )
 
 
 def _why_spawned(config: ModelConfig) -> str:
-    if config.on_cards:
+    if config.is_on_cards:
         return "what drives a card does not survive a fork"
-    return "" if config.forks else 'start = "spawn"'
+    return "" if config.can_fork else 'start = "spawn"'
 
 
 def fork_server(python: str, engine: str, name: str, address: str, log: Path) -> Launch:

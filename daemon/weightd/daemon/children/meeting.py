@@ -91,7 +91,7 @@ def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int
         device,
         threads=config.threads,
         sharing=False,
-        options=config.options.json(),
+        options=config.engine_options.json(),
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
         why_spawned="ranks are of no fork server",
@@ -115,8 +115,8 @@ def _meeting(
         port=place.port,
         table=place.table,
         group_info=group_info,
-        buffer_mib=ranks.buffer_mib if ranks.on_cards else 0,
-        cores="" if rank is None or ranks.on_cards or config.cores_of(device) else _share(rank, ranks.size),
+        buffer_mib=ranks.buffer_mib if ranks.is_on_cards else 0,
+        cores="" if rank is None or ranks.is_on_cards or config.cores_of(device) else _share(rank, ranks.size),
     )
 
 

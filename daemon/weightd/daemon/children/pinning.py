@@ -17,7 +17,7 @@ from weightd.daemon.children.running import Running
 from weightd.daemon.children.snapshotter import Single, Taken, Wanted, changed
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RANK
+from weightd.daemon.config.ranks import RANK_PLACEHOLDER
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import audit, clock
 from weightd.daemon.host.directories import ClaimError
@@ -151,16 +151,16 @@ def _models(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[t
     """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
     if config.ranks is None:
         return [(source.path, files.model_dir)]
-    return [(source.path.replace(RANK, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
+    return [(source.path.replace(RANK_PLACEHOLDER, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
 
 
 def _files(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return further files, and their copies."""
     ranks = config.ranks
-    pairs = [(source.weights, files.weights), (canary.sample(config.canary), files.sample)]
+    pairs = [(source.weights, files.weights), (canary.inputs_path(config.canary), files.sample)]
     if ranks is not None:
-        pairs += [(ranks.group_info_of(rank), files.group_info(rank)) for rank in range(ranks.size)]
-        pairs += [(ranks.table_of(group), files.table(group)) for group in range(len(ranks.groups))]
+        pairs += [(ranks.group_info_path(rank), files.group_info(rank)) for rank in range(ranks.size)]
+        pairs += [(ranks.rank_table_path(group), files.table(group)) for group in range(len(ranks.groups))]
     return [(path, copy) for path, copy in pairs if path]
 
 

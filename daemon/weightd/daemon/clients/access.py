@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from weightd.daemon.clients.connection import Connection, Identity
-from weightd.daemon.config.tenants import EVERY_MODEL, INFER, OPERATE, STATUS
+from weightd.daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.tenants.accounts import Accounts, QuotaExceeded
@@ -15,14 +15,14 @@ from weightd.protocol.errors import PermissionDenied, RequestError, Unauthentica
 from weightd.shared.reach import OPERATOR, Grant
 
 # Whom the kernel cannot name.
-_HIDDEN_UID = 65534
+_OVERFLOW_UID = 65534
 
-_HIDDEN = (
+_OVERFLOW_UID_HINT = (
     "a user namespace hides who this is (PrivateUsers=, a rootless container): it has to connect from outside of that, "
     "or with a key"
 )
 
-LOST = "a reload has taken the right to ask for this away"
+RIGHT_REVOKED = "a reload has taken the right to ask for this away"
 
 
 class Access:
@@ -37,22 +37,22 @@ class Access:
     def __init__(self, tenants: Directory, accounts: Accounts, admitted: Mapping[str, Sequence[str]]) -> None:
         self.tenants = tenants
         self.accounts = accounts
-        self.admitted = admitted
+        self.listener_tenants = admitted
 
-    def introduce(self, connection: Connection) -> RequestError | None:
+    def assign_tenant(self, connection: Connection) -> RequestError | None:
         """A client has come, or the tables have changed: it is from now on who it is by them.
 
         Returns:
             Why it is hung up, if it has just come: its tenant has as many as it may.
         """
-        self.leaves(connection)
+        self.remove_connection(connection)
         identity = connection.identity
         tenant = self.tenants.of(identity.proof)
-        admitted = self.admitted.get(identity.listener, ())
+        allowed_tenants = self.listener_tenants.get(identity.listener, ())
         connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
         if tenant is None:
-            connection.refusal = Unauthenticated(_stranger(identity))
-        elif admitted and tenant.name not in admitted:
+            connection.refusal = Unauthenticated(_unknown_client_text(identity))
+        elif allowed_tenants and tenant.name not in allowed_tenants:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant, connection.origin = tenant, identity.origin
@@ -64,44 +64,44 @@ class Access:
                 return error
         return None
 
-    def owner(self, identity: Identity) -> str:
+    def limit_account_of(self, identity: Identity) -> str:
         """Return whose limits hold for a new connection before its tenant is known: its user's or host's.
 
         All users of this host that belong to no tenant are one owner.
         """
-        is_stranger = identity.proof.uid is not None and self.tenants.of(identity.proof) is None
-        return NO_TENANT if is_stranger else identity.origin.far
+        has_no_tenant = identity.proof.uid is not None and self.tenants.of(identity.proof) is None
+        return NO_TENANT if has_no_tenant else identity.origin.far
 
-    def leaves(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         """A client has gone, or is about to be somebody else."""
         if connection.tenant is not None:
             connection.tenant.quota.connections -= 1
 
-    def origin(self, connection: Connection, tenant: Tenant) -> Origin:
+    def request_origin(self, connection: Connection, tenant: Tenant) -> Origin:
         """Return on whose account a request of a client for a tenant goes."""
         if tenant is connection.tenant:
             return connection.origin
         near = f"{connection.identity.origin.near} for tenant {tenant.name}"
         return Origin(near, f"tenant {tenant.name}", is_tenant=True)
 
-    def account(self, connection: Connection, name: str | None) -> Tenant:
+    def resolve_tenant(self, connection: Connection, name: str | None) -> Tenant:
         """Return whose a request is that names a tenant, or none.
 
         Raises:
             RequestError: its client may not name that.
         """
-        own = connection.tenant
-        if own is None:
+        own_tenant = connection.tenant
+        if own_tenant is None:
             raise connection.refusal
         if name is None:
-            return own
-        named = self.tenants.get(name)
-        if named is None or (named is not own and not own.acts_for(name)):
+            return own_tenant
+        named_tenant = self.tenants.get(name)
+        if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.acts_for(name)):
             # The same for those that there are: names are nobody else's business.
-            raise PermissionDenied(f"parameters.tenant: tenant {own.name} does not act for {name!r} (acts_for)")
-        return named
+            raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
+        return named_tenant
 
-    def viewer(self, connection: Connection, name: str | None = None) -> Viewer:
+    def resolve_viewer(self, connection: Connection, name: str | None = None) -> Viewer:
         """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
 
         For who operates by its user there are all, unless it names a tenant.
@@ -109,22 +109,22 @@ class Access:
         Raises:
             RequestError: it may not name that.
         """
-        account = self.account(connection, name)
+        account = self.resolve_tenant(connection, name)
         if name is None and connection.identity.proof.operates:
             return Viewer(self.tenants.operators, sees_all=True)
         return Viewer(account, account.may(STATUS))
 
-    def check_status(self, connection: Connection, what: str) -> None:
+    def check_status(self, connection: Connection, subject: str) -> None:
         """See to it that who asks for what concerns others may see it.
 
         Raises:
             PermissionDenied: it may not.
         """
-        tenant, sees_all = self.viewer(connection)
+        tenant, sees_all = self.resolve_viewer(connection)
         if not sees_all:
-            raise PermissionDenied(f'tenant {tenant.name} may not see {what}: "{STATUS}" is not in its `may`')
+            raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
 
-    def check_operator(self, connection: Connection, what: str) -> None:
+    def check_operator(self, connection: Connection, action: str) -> None:
         """See to it that who asks for a change may.
 
         Raises:
@@ -134,10 +134,10 @@ class Access:
         # A gate's word is not enough: strangers speak to it.
         if not (identity.proof.operates or (identity.is_near and tenant is not None and tenant.may(OPERATE))):
             raise PermissionDenied(
-                f'only a tenant that may "operate", the user that weightd runs as, and root, may {what}, and only on '
+                f'only a tenant that may "operate", the user that weightd runs as, and root, may {action}, and only on '
                 "the daemon's unix socket"
                 if self.tenants.tells_apart
-                else f"only the user that weightd runs as, and root, may {what}, and only on the daemon's unix socket"
+                else f"only the user that weightd runs as, and root, may {action}, and only on the daemon's unix socket"
             )
 
     def check_reload(self, connection: Connection) -> None:
@@ -148,23 +148,23 @@ class Access:
         """
         self.check_operator(connection, "reload the configuration")
         tenant = connection.tenant
-        if tenant is None or connection.identity.proof.operates or EVERY_MODEL in tenant.config.models:
+        if tenant is None or connection.identity.proof.operates or ALL_MODELS in tenant.config.models:
             return
         raise PermissionDenied(
             f"tenant {tenant.name} may not reload the configuration, which concerns every model: "
-            f'expected "{EVERY_MODEL}" in its `models`, got {", ".join(tenant.config.models)}'
+            f'expected "{ALL_MODELS}" in its `models`, got {", ".join(tenant.config.models)}'
         )
 
-    def grant(self, connection: Connection) -> Grant:
+    def file_grant(self, connection: Connection) -> Grant:
         """Return the right by which a client names files that the daemon is to read."""
         proof, tenant = connection.identity.proof, connection.tenant
         if proof.operates:
             return OPERATOR
-        uid = _HIDDEN_UID if proof.uid is None else proof.uid
+        uid = _OVERFLOW_UID if proof.uid is None else proof.uid
         return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
 
-    def revoked(
-        self, find: Callable[[bytes], Connection | None], before: Mapping[bytes, Tenant | None]
+    def revocation_filter(
+        self, find_connection: Callable[[bytes], Connection | None], previous_tenants: Mapping[bytes, Tenant | None]
     ) -> Callable[[Request], bool]:
         """Return what tells of a request that waits whether its client may not ask for that any more.
 
@@ -174,12 +174,12 @@ class Access:
         """
 
         def may_not(request: Request) -> bool:
-            connection = find(request.client)
+            connection = find_connection(request.client)
             own = None if connection is None else connection.tenant
             if own is None:
                 return True
             account = own
-            if request.tenant is not before.get(request.client):
+            if request.tenant is not previous_tenants.get(request.client):
                 named = self.tenants.get(request.tenant.name)
                 if named is None or not own.acts_for(named.name):
                     return True
@@ -199,10 +199,10 @@ def check_infer(tenant: Tenant) -> None:
         raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
 
 
-def _stranger(identity: Identity) -> str:
+def _unknown_client_text(identity: Identity) -> str:
     proof = identity.proof
-    if proof.uid == _HIDDEN_UID:
-        return f"the kernel says uid {_HIDDEN_UID}: {_HIDDEN}"
-    who = f"key {proof.key}" if proof.key else identity.origin.far
-    what = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
-    return f"{who} is no tenant's: the operator has to add {what} of a table [tenants.NAME], or have [tenants.default]"
+    if proof.uid == _OVERFLOW_UID:
+        return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
+    client = f"key {proof.key}" if proof.key else identity.origin.far
+    remedy = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
+    return f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have [tenants.default]"

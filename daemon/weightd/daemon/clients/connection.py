@@ -35,7 +35,7 @@ class Identity(NamedTuple):
     listener: str = ""
 
     @property
-    def who(self) -> str:
+    def audit_name(self) -> str:
         """Who it is for the audit log: by its key, its user or its host."""
         return f"key {self.proof.key}" if self.proof.key else self.origin.far
 
@@ -45,10 +45,10 @@ def unix_identity(connection: socket.socket) -> Identity:
     pid, uid, gid = credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
     proof = Proof(uid, (gid, *groups(connection)), operates=is_operator(uid))
-    return Identity(_origin(user_of(uid), pid, connection), is_near=True, proof=proof)
+    return Identity(_client_origin(user_account(uid), pid, connection), is_near=True, proof=proof)
 
 
-def user_of(uid: int) -> str:
+def user_account(uid: int) -> str:
     """Return the account of a user of this host."""
     return f"uid {uid}"
 
@@ -58,14 +58,14 @@ def is_operator(uid: int) -> bool:
     return uid in (os.getuid(), 0)
 
 
-def foreign_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
+def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
     """Return who is behind the gate of a listener, by the gate's word."""
     return Identity(
-        _origin(peer.user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.key), listener=listener
+        _client_origin(peer.user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.public_key), listener=listener
     )
 
 
-def _origin(user: str, pid: int, connection: socket.socket) -> Origin:
+def _client_origin(user: str, pid: int, connection: socket.socket) -> Origin:
     # A process of another pid namespace has no number here.
     return Origin(f"process {pid} of {user}" if pid else f"connection {connection.fileno()} of {user}", user)
 
@@ -130,7 +130,7 @@ class Connection:
         self.drops = False
 
     @property
-    def account(self) -> str:
+    def tenant_name(self) -> str:
         """The tenant to which the connection counts, `NO_TENANT` where each of its messages is refused."""
         return NO_TENANT if self.tenant is None else self.tenant.name
 
@@ -144,7 +144,7 @@ class Connection:
         """On whose account it goes."""
         return self.origin.far
 
-    def hang_up(self) -> None:
+    def shut_down(self) -> None:
         """End it: what it has been told already it can still read."""
         self.leaving = True
         with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from weightd.daemon.host.crowding import REOPEN, Crowd, Excess, for_clients
 _log = logging.getLogger("weightd.frontend")
 
 
-def max_regions() -> int:
+def max_total_regions() -> int:
     """Return how many regions of memory all clients together may have: half of the descriptors that no client is."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit - for_clients()) // 2
@@ -31,31 +31,31 @@ class Doorkeeper:
 
     def __init__(self, log: ClientLog) -> None:
         self._log = log
-        self._staying: Crowd[Connection] = Crowd()
+        self._limiter: Crowd[Connection] = Crowd()
         self._is_full = False
 
-    def came(self, connection: Connection, count: int) -> Sequence[Excess[Connection]]:
+    def add_connection(self, connection: Connection, connection_count: int) -> Sequence[Excess[Connection]]:
         """Somebody has come, and so many are there, with those that leave: return who has to go."""
-        self._staying.add(connection, connection.owner, connection.account)
-        most = for_clients()
-        if count > most and not self._is_full:
+        self._limiter.add(connection, connection.owner, connection.tenant_name)
+        limit = for_clients()
+        if connection_count > limit and not self._is_full:
             self._is_full = True
             text = "expected at most %d connections of clients (LimitNOFILE), got %d: some of them are hung up"
-            self._log.log(_log, logging.ERROR, "", text, most, count)
-        return self._staying.reduce(most, "LimitNOFILE")
+            self._log.log(_log, logging.ERROR, "", text, limit, connection_count)
+        return self._limiter.reduce(limit, "LimitNOFILE")
 
-    def renew(self, connections: Iterable[Connection]) -> None:
+    def replace_connections(self, connections: Iterable[Connection]) -> None:
         """Their accounts are others: all that stay, the oldest first."""
-        self._staying = Crowd()
+        self._limiter = Crowd()
         for each in connections:
-            self._staying.add(each, each.owner, each.account)
+            self._limiter.add(each, each.owner, each.tenant_name)
 
-    def leaves(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         """Somebody is hung up, or has gone."""
-        self._staying.remove(connection)
+        self._limiter.remove(connection)
 
-    def went(self, count: int) -> None:
+    def on_disconnected(self, connection_count: int) -> None:
         """Somebody has gone, and so many are there still."""
-        if self._is_full and count < REOPEN * for_clients():
+        if self._is_full and connection_count < REOPEN * for_clients():
             self._is_full = False
-            self._log.log(_log, logging.WARNING, "", "%d clients are connected: others are let in again", count)
+            self._log.log(_log, logging.WARNING, "", "%d clients are connected: others are let in again", connection_count)

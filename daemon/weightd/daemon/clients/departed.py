@@ -19,12 +19,12 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 
-_INTERVAL_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 # In each interval: to look at one takes about a microsecond.
-_MOST_LOOKED_AT = 64
+_MAX_POLLED = 64
 
-_COUNT = struct.Struct("@i")
+_INT_FORMAT = struct.Struct("@i")
 
 
 class Departed:
@@ -37,55 +37,55 @@ class Departed:
 
     def __init__(self, loop: Loop, close: Callable[[str, socket.socket], object]) -> None:
         self._close = close
-        self._there: deque[tuple[str, socket.socket, Callable[[], object]]] = deque()
-        self._count = Counter[str]()
-        self._timer = Timer(self._look)
+        self._connections: deque[tuple[str, socket.socket, Callable[[], object]]] = deque()
+        self._count_by_account = Counter[str]()
+        self._timer = Timer(self._poll)
         loop.add_timer(self._timer)
 
-    def of(self, owner: str) -> int:
+    def count_of(self, limit_account: str) -> int:
         """Return how many connections of a user are kept."""
-        return self._count[owner]
+        return self._count_by_account[limit_account]
 
-    def end(self, owner: str, connection: socket.socket, on_end: Callable[[], object]) -> None:
+    def shut_down(self, limit_account: str, connection: socket.socket, on_closed: Callable[[], object]) -> None:
         """Tell the peer that the connection ends, close it as soon as everything has been read, and call `on_end`."""
-        if not unread(connection):
-            self._close(owner, connection)
-            on_end()
+        if not unread_bytes(connection):
+            self._close(limit_account, connection)
+            on_closed()
             return
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
-        self._there.append((owner, connection, on_end))
-        self._count[owner] += 1
-        self._timer.due_by(clock.now() + _INTERVAL_S)
+        self._connections.append((limit_account, connection, on_closed))
+        self._count_by_account[limit_account] += 1
+        self._timer.due_by(clock.now() + _POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Close all connections, whatever was read."""
-        while self._there:
-            self._drop(*self._there.popleft())
+        while self._connections:
+            self._close_connection(*self._connections.popleft())
 
-    def _look(self, now: float) -> None:
-        for _ in range(min(len(self._there), _MOST_LOOKED_AT)):
-            each = self._there.popleft()
-            if unread(each[1]):
-                self._there.append(each)
+    def _poll(self, now: float) -> None:
+        for _ in range(min(len(self._connections), _MAX_POLLED)):
+            each = self._connections.popleft()
+            if unread_bytes(each[1]):
+                self._connections.append(each)
             else:
-                self._drop(*each)
-        if self._there:
-            self._timer.set(now + _INTERVAL_S)
+                self._close_connection(*each)
+        if self._connections:
+            self._timer.set(now + _POLL_INTERVAL_S)
 
-    def _drop(self, owner: str, connection: socket.socket, on_end: Callable[[], object]) -> None:
-        self._count[owner] -= 1
-        if not self._count[owner]:
-            del self._count[owner]
-        self._close(owner, connection)
-        on_end()
+    def _close_connection(self, limit_account: str, connection: socket.socket, on_closed: Callable[[], object]) -> None:
+        self._count_by_account[limit_account] -= 1
+        if not self._count_by_account[limit_account]:
+            del self._count_by_account[limit_account]
+        self._close(limit_account, connection)
+        on_closed()
 
 
-def unread(connection: socket.socket) -> int:
+def unread_bytes(connection: socket.socket) -> int:
     """Return how many bytes of memory the kernel keeps for what the peer of a Unix socket has not read."""
     try:
         count: int
-        (count,) = _COUNT.unpack(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_COUNT.size)))
+        (count,) = _INT_FORMAT.unpack(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_INT_FORMAT.size)))
     except OSError:
         return 0
     return count

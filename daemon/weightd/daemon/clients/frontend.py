@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from weightd.daemon.clients.access import LOST, Access, check_infer
+from weightd.daemon.clients.access import RIGHT_REVOKED, Access, check_infer
 from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.connections import Calls, Connections
 from weightd.daemon.clients.regions import Registry
@@ -68,19 +68,19 @@ from weightd.protocol.messages.types import FROM_CLIENT, UNANSWERED, DaemonMessa
 from weightd.protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.
-_TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
+_TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 # A guess: how long it takes until some of what is kept has been computed, or read.
-_RETRY_S = 0.1
+_RETRY_AFTER_S = 0.1
 
-_FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
+_MEMORY_FULL = "the daemon's memory for clients is full (max_memory_bytes), and this one, or its user, has most of it"
 
-_ELSEWHERE = "memory can be shared on the unix socket alone"
+_UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
 
-_KINDS = {kind: name for name, kind in FROM_CLIENT.items()}
+_MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
 
 # Who has sent it, the message, all its frames, and when that was.
-Verb = Callable[[Connection, Any, Sequence[Any], float], None]
+MessageHandler = Callable[[Connection, Any, Sequence[Any], float], None]
 
 
 class Daemon(Protocol):
@@ -143,55 +143,55 @@ class Frontend:
     def __init__(  # noqa: PLR0913
         self,
         loop: Loop,
-        fleet: Fleet,
+        model_registry: Fleet,
         max_memory_bytes: int,
         daemon: Daemon,
         *,
         max_shm_bytes: int,
         user_limits: Limits,
-        access: Access,
+        authorizer: Access,
         log: ClientLog | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._model_registry = model_registry
         self._daemon = daemon
-        self._access = access
-        self._accounts = access.accounts
+        self._authorizer = authorizer
+        self._accounts = authorizer.accounts
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
-        self._numbers = itertools.count(time.time_ns() // 1000)
-        self._decoder = Decoder(FROM_CLIENT, items_for=self._description_items)
-        self.room = Room(max_memory_bytes, self._user, lambda: self._upkeep.seen(clock.now()))
-        self.regions = Registry(max_shm_bytes, self._user, functools.partial(loop.soon, self._unmap_closed))
-        self._upkeep = Upkeep(self.room)
-        calls = Calls(
-            self._make_room, self._access.owner, self._access.introduce, self._on_message, self._dismiss, self._on_gone
+        self._request_numbers = itertools.count(time.time_ns() // 1000)
+        self._decoder = Decoder(FROM_CLIENT, items_for=self._max_description_items)
+        self.memory_budget = Room(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
+        self.regions = Registry(max_shm_bytes, self._user_of, functools.partial(loop.soon, self._unmap_closed))
+        self._heap_trimmer = Upkeep(self.memory_budget)
+        callbacks = Calls(
+            self._free_memory, self._authorizer.limit_account_of, self._authorizer.assign_tenant, self._on_message, self._on_disconnecting, self._on_disconnected
         )
-        self._connections = Connections(loop, self.room, Admission(user_limits), calls, log)
-        self._unrecorded: list[tuple[bytes, UpdateResponse]] = []
-        self._refusals = audit.Refusals()
+        self._connections = Connections(loop, self.memory_budget, Admission(user_limits), callbacks, log)
+        self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
+        self._audit_refusals = audit.Refusals()
         # What was begun for a client, by the client and the id of its message.
-        self._begun: dict[tuple[bytes, str], audit.Entry] = {}
-        self._verbs: dict[type[Any], Verb] = {
-            Infer: self._infer,
-            ModelMetadata: self._tell_metadata,
-            ServerMetadata: self._tell_server_metadata,
-            Cancel: self._cancel,
-            Register: self._register,
-            Unregister: self._unregister,
-            ServerReady: self._tell_ready,
-            ModelReady: self._tell_ready,
-            Status: self._ask_status,
-            Metrics: self._tell_metrics,
-            Events: self._tell_events,
-            Logs: self._ask_logs,
-            Update: self._update,
-            Reload: self._reload,
+        self._pending_operations: dict[tuple[bytes, str], audit.Entry] = {}
+        self._handlers: dict[type[Any], MessageHandler] = {
+            Infer: self._on_infer,
+            ModelMetadata: self._on_model_metadata,
+            ServerMetadata: self._on_server_metadata,
+            Cancel: self._on_cancel,
+            Register: self._on_register,
+            Unregister: self._on_unregister,
+            ServerReady: self._on_ready,
+            ModelReady: self._on_ready,
+            Status: self._on_status,
+            Metrics: self._on_metrics,
+            Events: self._on_events,
+            Logs: self._on_logs,
+            Update: self._on_update,
+            Reload: self._on_reload,
         }
-        loop.add_timer(self._upkeep.timer)
+        loop.add_timer(self._heap_trimmer.timer)
 
     @property
-    def dropped(self) -> int:
+    def dropped_responses(self) -> int:
         """Answers that could not be sent: their client was gone, or did not read."""
-        return self._connections.dropped
+        return self._connections.dropped_messages
 
     def listen(self, listener: socket.socket) -> None:
         """Let clients connect to a unix socket, which listens and does not block."""
@@ -201,32 +201,32 @@ class Frontend:
         """Serve a client that has come by another way; the socket is this object's from now on."""
         self._connections.adopt(connection, identity)
 
-    def renew(self) -> None:
+    def on_tenants_changed(self) -> None:
         """The tables of tenants have changed: what waits of who may not ask for it any more ends."""
-        before = {each.key: each.tenant for each in self._connections}
-        self._connections.introduce_again()
-        may_not = self._access.revoked(self._connections.get, before)
-        for model in self._fleet.everyone():
-            model.shed(may_not, PermissionDenied(LOST), clock.now())
-            model.turn_away(functools.partial(self._is_hidden, model.name), PermissionDenied(LOST))
+        previous_tenants = {each.key: each.tenant for each in self._connections}
+        self._connections.reassign_tenants()
+        is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
+        for model in self._model_registry.everyone():
+            model.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), clock.now())
+            model.turn_away(functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED))
 
-    def _is_hidden(self, model: str, client: bytes) -> bool:
+    def _is_model_hidden(self, model: str, client: bytes) -> bool:
         connection = self._connections.get(client)
-        return connection is None or connection.tenant is None or not self._access.viewer(connection).tenant.sees(model)
+        return connection is None or connection.tenant is None or not self._authorizer.resolve_viewer(connection).tenant.sees(model)
 
     def close(self) -> None:
         """Let all clients go."""
         self._connections.close()
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """Keep small messages to clients back until the end of this turn: several are to come at once."""
-        self._connections.hold()
+        self._connections.cork()
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
         request.account.answers(sum(map(len, frames)))
-        self._ends(request)
-        self._tell(
+        self._on_request_end(request)
+        self._send(
             request.client,
             InferResponse(request.id, result.description, result.placed, request.running or None),
             frames,
@@ -235,15 +235,15 @@ class Frontend:
     def refuse(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
         request.account.fails(error)
-        self._ends(request)
-        self.tell_error(request.client, request.id, error, running=request.running)
+        self._on_request_end(request)
+        self.tell_error(request.client, request.id, error, may_still_write=request.running)
 
-    def _ends(self, request: Request) -> None:
+    def _on_request_end(self, request: Request) -> None:
         request.tenant.quota.ends(request.nbytes, begun=request.begun)
         connection = self._connections.get(request.client)
         if connection is not None:
             connection.requests -= 1
-        self.room.give(request.client, request.kept_bytes)
+        self.memory_budget.release(request.client, request.kept_bytes)
 
     def gathered(self, request: Request, nbytes: int) -> None:
         """Keep so much more of a request.
@@ -251,57 +251,57 @@ class Frontend:
         Raises:
             ResourceExhausted: there is no room for it.
         """
-        self._take(request.client, nbytes)
+        self._reserve_memory(request.client, nbytes)
         request.gathered += nbytes
 
     def released(self, request: Request) -> None:
         """Tell a client that nobody writes any more where the outputs of its request were to be."""
-        self._tell(request.client, Released(request.id))
+        self._send(request.client, Released(request.id))
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata."""
-        self._tell(client, metadata)
+        self._send(client, metadata)
 
-    def tell_status(self, client: bytes, status: StatusResponse) -> None:
+    def reply_status(self, client: bytes, status: StatusResponse) -> None:
         """Send the answer to a status request."""
-        self._tell(client, status, max_bytes=limits.MAX_STATUS_BYTES)
+        self._send(client, status, max_bytes=limits.MAX_STATUS_BYTES)
 
-    def tell_metrics(self, client: bytes, metrics: MetricsResponse) -> None:
+    def reply_metrics(self, client: bytes, metrics: MetricsResponse) -> None:
         """Send the answer to a question for metrics."""
-        self._tell(client, metrics, max_bytes=limits.MAX_STATUS_BYTES)
+        self._send(client, metrics, max_bytes=limits.MAX_STATUS_BYTES)
 
-    def tell_events(self, client: bytes, events: EventsResponse) -> None:
+    def reply_events(self, client: bytes, events: EventsResponse) -> None:
         """Send the answer to a question for events."""
-        self._tell(client, events)
+        self._send(client, events)
 
-    def tell_reloaded(self, client: bytes, response: ReloadResponse) -> None:
+    def reply_reloaded(self, client: bytes, response: ReloadResponse) -> None:
         """Send the answer to a reload."""
-        self._has_ended(client, response.id)
-        self._tell(client, response)
+        self._on_operation_end(client, response.id)
+        self._send(client, response)
 
-    def tell_logs(self, client: bytes, logs: LogsResponse) -> None:
+    def reply_logs(self, client: bytes, logs: LogsResponse) -> None:
         """Send the answer to a question for logs."""
-        self._tell(client, logs, max_bytes=limits.MAX_STATUS_BYTES)
+        self._send(client, logs, max_bytes=limits.MAX_STATUS_BYTES)
 
     def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over, as soon as that is recorded."""
-        self._has_ended(client, response.id)
-        self._unrecorded.append((client, response))
+        self._on_operation_end(client, response.id)
+        self._unsaved_responses.append((client, response))
 
-    def tell_recorded(self) -> None:
+    def send_saved_responses(self) -> None:
         """Tell what was not to be told before it was recorded."""
-        while self._unrecorded:
-            self._tell(*self._unrecorded.pop(0))
+        while self._unsaved_responses:
+            self._send(*self._unsaved_responses.pop(0))
 
     def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Tell the client that an update or a reload has failed, which was begun for it."""
-        self._has_ended(client, request_id, error)
+        self._on_operation_end(client, request_id, error)
         self.tell_error(client, request_id, error)
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError, *, running: bool = False) -> None:
+    def tell_error(self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False) -> None:
         """Send an error."""
-        after = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
-        self._tell(client, Error(request_id, error.code, clip(str(error)), after, running or None))
+        retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
+        self._send(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -311,19 +311,19 @@ class Frontend:
         tenant = connection.tenant
         if tenant is None:
             kind = heading(frames).type
-            entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.who)
-            self._refusals.write(entry, audit.REFUSED, str(connection.refusal), now)
-            self._turn_away(connection, frames, connection.refusal)
+            entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.audit_name)
+            self._audit_refusals.write(entry, audit.REFUSED, str(connection.refusal), now)
+            self._reject_message(connection, frames, connection.refusal)
             return
         try:
             tenant.quota.speaks(tenant.config, now)
         except QuotaExceeded as error:
             self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
-            self._turn_away(connection, frames, error)
+            self._reject_message(connection, frames, error)
             return
         try:
             if len(frames) < len(lengths):
-                self.tell_error(connection.key, heading(frames).id, _too_long(received, self.room.most))
+                self.tell_error(connection.key, heading(frames).id, _too_long_error(received, self.memory_budget.max_bytes))
                 return
             message = self._decoder.decode(frames, tenant)
         except RemoteProtocolError as error:
@@ -334,59 +334,59 @@ class Frontend:
             self.tell_error(connection.key, heading(frames).id, error)
             return
         try:
-            self._verbs[message.__class__](connection, message, frames, now)
+            self._handlers[message.__class__](connection, message, frames, now)
         except RequestError as error:
-            self._count_refusal(connection, tenant, message, error)
+            self._count_rejection(connection, tenant, message, error)
             if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
-                self._refusals.write(_entry(connection, message), audit.REFUSED, str(error), now)
+                self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
             self.tell_error(connection.key, message.id, error)
 
-    def _turn_away(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
+    def _reject_message(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
         """Refuse a message that is not heard, whatever it asks. It is not decoded."""
         head = heading(frames)
         if head.type not in UNANSWERED:
             self.tell_error(connection.key, head.id, error)
 
-    def _description_items(self, tenant: Tenant, front: Mapping[str, Any]) -> int | None:
+    def _max_description_items(self, tenant: Tenant, leading_fields: Mapping[str, Any]) -> int | None:
         """Return how many items a long description may have by the signature of its model, None while that is unknown.
 
         Raises:
             RequestError: the description does not begin with the name of a model that exists for the tenant.
         """
-        name = front.get("model_name")
+        name = leading_fields.get("model_name")
         if type(name) is not str:
             text = f"expected model_name first in more than {preview.SHORT_BYTES} bytes, before lists and maps"
             raise InvalidArgument(f"infer: description: {text}")
-        if tenant.config.acts_for and not (name in self._fleet.models and tenant.sees(name)):
+        if tenant.config.acts_for and not (name in self._model_registry.models and tenant.sees(name)):
             # It may exist for the tenant that the message names.
             return None
-        built = self._model(name, tenant).desk.signature.built
-        return None if built is None else request_items(len(built.inputs), len(built.outputs))
+        signature = self._find_model(name, tenant).desk.signature.built
+        return None if signature is None else request_items(len(signature.inputs), len(signature.outputs))
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 
-    def _infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
+    def _on_infer(self, connection: Connection, message: Infer, frames: Sequence[Any], now: float) -> None:
         client, description, parameters = connection.key, message.description, message.parameters
-        tenant = self._access.account(connection, parameters.tenant)
+        tenant = self._authorizer.resolve_tenant(connection, parameters.tenant)
         if tenant is not connection.tenant:
             tenant.quota.speaks(tenant.config, now)
         check_infer(tenant)
-        model = self._model(description.model_name, tenant)
+        model = self._find_model(description.model_name, tenant)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
-        regions, places = parameters.regions, NOWHERE
+        regions, locations = parameters.regions, NOWHERE
         if regions is not None:
             if not connection.identity.is_near and (regions.inputs or regions.outputs):
-                raise InvalidArgument(f"parameters.regions: {_ELSEWHERE}")
-            places = self.regions.places(client, regions, description.inputs)
-        tensors = frames[_TENSORS]
+                raise InvalidArgument(f"parameters.regions: {_UNIX_SOCKET_ONLY}")
+            locations = self.regions.locate(client, regions, description.inputs)
+        tensors = frames[_TENSOR_FRAMES]
         nbytes = sum(map(len, tensors))
-        level = _level(parameters.priority, model.config, tenant.config)
+        level = _priority_level(parameters.priority, model.config, tenant.config)
         tenant.quota.check(tenant.config, description, nbytes)
         request = Request(
-            next(self._numbers),
+            next(self._request_numbers),
             client,
             message.id,
             description,
@@ -394,214 +394,214 @@ class Frontend:
             now,
             now + seconds,
             nbytes,
-            self._access.origin(connection, tenant),
-            places,
+            self._authorizer.request_origin(connection, tenant),
+            locations,
             tenant,
             account=self._accounts.of(tenant.name, description.model_name),
             level=level,
         )
         kept_bytes = request.kept_bytes
-        self._take(client, kept_bytes)
+        self._reserve_memory(client, kept_bytes)
         tenant.quota.accepts(nbytes)
         connection.requests += 1
         try:
             model.infer(request, now)
         except RequestError:
-            self._ends(request)
+            self._on_request_end(request)
             raise
         request.account.accepts(nbytes)
 
-    def _cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
-        for each in self._fleet.everyone():
+    def _on_cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
+        for each in self._model_registry.everyone():
             each.cancel(connection.key, message.id, now)
 
-    def _register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
+    def _on_register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
         if not connection.identity.is_near:
-            raise InvalidArgument(_ELSEWHERE)
+            raise InvalidArgument(_UNIX_SOCKET_ONLY)
         try:
-            most = self._access.account(connection, None).config.max_shared_bytes
+            most = self._authorizer.resolve_tenant(connection, None).config.max_shared_bytes
             region = self.regions.register(connection.key, connection.stream.descriptors, most)
         except RequestError:
-            self._connections.refuse_descriptors(connection)
+            self._connections.reject_descriptors(connection)
             raise
-        self._tell(connection.key, Registered(message.id, region))
+        self._send(connection.key, Registered(message.id, region))
 
-    def _unregister(self, connection: Connection, message: Unregister, frames: Sequence[Any], now: float) -> None:
+    def _on_unregister(self, connection: Connection, message: Unregister, frames: Sequence[Any], now: float) -> None:
         self.regions.unregister(connection.key, message.region)
 
-    def _tell_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
-        model = self._model(message.model_name, self._viewer(connection, message.tenant, now).tenant)
+    def _on_model_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
+        model = self._find_model(message.model_name, self._charge_viewer(connection, message.tenant, now).tenant)
         model.metadata(Waiter(connection.key, message.id, connection.user))
 
-    def _tell_server_metadata(
+    def _on_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
     ) -> None:
-        models = tuple(self._seen(self._viewer(connection, message.tenant, now).tenant))
-        self._tell(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
+        models = tuple(self._visible_models(self._charge_viewer(connection, message.tenant, now).tenant))
+        self._send(connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS))
 
-    def _tell_ready(
+    def _on_ready(
         self, connection: Connection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        viewer = self._viewer(connection, message.tenant, now).tenant
+        viewer = self._charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
-            models = [self._model(message.model_name, viewer)]
+            models = [self._find_model(message.model_name, viewer)]
         else:
-            models = list(self._seen(viewer).values())
+            models = list(self._visible_models(viewer).values())
         reasons = (
             ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
         )
-        self._tell(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
+        self._send(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
-    def _ask_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_status(_asker(connection, message), self._viewer(connection, message.tenant, now))
+    def _on_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
+        self._daemon.ask_status(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
-    def _tell_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_metrics(_asker(connection, message), self._viewer(connection, message.tenant, now))
+    def _on_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
+        self._daemon.ask_metrics(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
-    def _tell_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
-        self._access.check_status(connection, "events")
+    def _on_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
+        self._authorizer.check_status(connection, "events")
         self._daemon.ask_events(Waiter(connection.key, message.id, connection.user), message)
 
-    def _ask_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
-        self._access.check_operator(connection, "read logs")
-        self._model(message.model_name, self._access.viewer(connection).tenant)
+    def _on_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
+        self._authorizer.check_operator(connection, "read logs")
+        self._find_model(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
         self._daemon.ask_logs(connection.key, message)
 
-    def _reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
-        self._access.check_reload(connection)
-        with self._noted(connection, message):
+    def _on_reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
+        self._authorizer.check_reload(connection)
+        with self._audit_operation(connection, message):
             self._daemon.ask_reload(connection.key, message.id)
 
-    def _update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
-        self._access.check_operator(connection, "update a model")
+    def _on_update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
+        self._authorizer.check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
         for path in (message.path, message.weights):
             if path and (not Path(path).is_absolute() or "\0" in path):
                 raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
-        model = self._model(message.model_name, self._access.viewer(connection).tenant)
+        model = self._find_model(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
         if self._daemon.stopping:
             raise Unavailable("weightd is stopping")
-        grant = self._access.grant(connection)
+        grant = self._authorizer.file_grant(connection)
         paths = {"path": message.path, "weights": message.weights}
-        with self._noted(connection, message):
+        with self._audit_operation(connection, message):
             model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
 
     @contextlib.contextmanager
-    def _noted(self, connection: Connection, message: Update | Reload) -> Generator[None, None, None]:
+    def _audit_operation(self, connection: Connection, message: Update | Reload) -> Generator[None, None, None]:
         """Note for the audit log what is begun in the block, unless it is refused there.
 
         Raises:
             InvalidArgument: the client has begun something under this id already, which has not ended.
         """
         key = connection.key, message.id
-        if key in self._begun:
+        if key in self._pending_operations:
             raise InvalidArgument(f"id: expected one that no update or reload under way has, got {message.id!r}")
-        self._begun[key] = _entry(connection, message)
+        self._pending_operations[key] = _audit_entry(connection, message)
         try:
             yield
         except RequestError:
-            self._begun.pop(key, None)
+            self._pending_operations.pop(key, None)
             raise
 
-    def _has_ended(self, client: bytes, request_id: str, error: RequestError | None = None) -> None:
-        entry = self._begun.pop((client, request_id), None)
+    def _on_operation_end(self, client: bytes, request_id: str, error: RequestError | None = None) -> None:
+        entry = self._pending_operations.pop((client, request_id), None)
         if entry is None:
             return
         if error is None:
             audit.write(entry, audit.OK)
         else:
-            self._refusals.write(entry, audit.FAILED, str(error), clock.now())
+            self._audit_refusals.write(entry, audit.FAILED, str(error), clock.now())
 
-    def _viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:
+    def _charge_viewer(self, connection: Connection, name: str | None, now: float) -> Viewer:
         """Return for whom a client asks what there is, on whose account the question goes.
 
         Raises:
             RequestError: it may not, or not now.
         """
-        viewer = self._access.viewer(connection, name)
+        viewer = self._authorizer.resolve_viewer(connection, name)
         if name is not None and viewer.tenant is not connection.tenant:
             viewer.tenant.quota.speaks(viewer.tenant.config, now)
         return viewer
 
-    def _model(self, name: str, viewer: Tenant) -> Model:
+    def _find_model(self, name: str, viewer: Tenant) -> Model:
         """Return a model that there is for this tenant.
 
         Raises:
             NotFound: there is none, and the text is that of one that there is for nobody.
         """
-        model = self._fleet.models.get(name)
+        model = self._model_registry.models.get(name)
         if model is None or not viewer.sees(name):
-            raise NotFound(f"no model {name!r}; there are: {', '.join(self._seen(viewer)) or 'none'}")
+            raise NotFound(f"no model {name!r}; there are: {', '.join(self._visible_models(viewer)) or 'none'}")
         return model
 
-    def _seen(self, viewer: Tenant) -> Mapping[str, Model]:
-        return {name: model for name, model in self._fleet.models.items() if viewer.sees(name)}
+    def _visible_models(self, viewer: Tenant) -> Mapping[str, Model]:
+        return {name: model for name, model in self._model_registry.models.items() if viewer.sees(name)}
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _dismiss(self, connection: Connection, error: RequestError) -> None:
+    def _on_disconnecting(self, connection: Connection, error: RequestError) -> None:
         if connection.tenant is not None and isinstance(error, QuotaExceeded):
             self._accounts.of(connection.tenant.name, ELSEWHERE).refuses(error)
         self.tell_error(connection.key, "", error)
 
-    def _count_refusal(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
+    def _count_rejection(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
         name = ELSEWHERE
         if isinstance(message, Infer):
             name = message.description.model_name
             # Where it names one that it does not act for, it is its own.
             with contextlib.suppress(RequestError):
-                tenant = self._access.account(connection, message.parameters.tenant)
+                tenant = self._authorizer.resolve_tenant(connection, message.parameters.tenant)
         # A tenant is told its own accounts: none is called as a model that there is not for it.
-        is_there = name in self._fleet.models and tenant.sees(name)
+        is_there = name in self._model_registry.models and tenant.sees(name)
         account = self._accounts.of(tenant.name, name if is_there else ELSEWHERE)
         account.refuses(error, requests=isinstance(message, Infer))
 
-    def _on_gone(self, connection: Connection) -> None:
-        self._access.leaves(connection)
+    def _on_disconnected(self, connection: Connection) -> None:
+        self._authorizer.remove_connection(connection)
         if connection.has_spoken:
-            for model in self._fleet.everyone():
+            for model in self._model_registry.everyone():
                 model.vanished(connection.key, clock.now())
-        self.regions.forget(connection.key)
+        self.regions.remove_client(connection.key)
 
     def _unmap_closed(self) -> None:
-        self._daemon.unmap(self.regions.take_closed())
+        self._daemon.unmap(self.regions.free_closed())
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _user(self, client: bytes) -> str:
+    def _user_of(self, client: bytes) -> str:
         connection = self._connections.get(client)
         return "" if connection is None else connection.user
 
-    def _take(self, client: bytes, nbytes: int) -> None:
-        if not self.room.fits(nbytes) and not self._make_room(client, nbytes):
-            raise ResourceExhausted(_FULL, retry_after=_RETRY_S)
-        self.room.take(client, nbytes)
+    def _reserve_memory(self, client: bytes, nbytes: int) -> None:
+        if not self.memory_budget.can_reserve(nbytes) and not self._free_memory(client, nbytes):
+            raise ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)
+        self.memory_budget.reserve(client, nbytes)
 
-    def _make_room(self, client: bytes, nbytes: int) -> bool:
+    def _free_memory(self, client: bytes, nbytes: int) -> bool:
         """Return whether there is room for so much more of a client, after those that have more have given theirs."""
-        while not self.room.fits(nbytes):
-            largest = self.room.largest(client, nbytes)
+        while not self.memory_budget.can_reserve(nbytes):
+            largest = self.memory_budget.largest_client(client, nbytes)
             if largest == client:
                 return False
-            held = self.room.of(largest)
+            held = self.memory_budget.used_by(largest)
             connection = self._connections.get(largest)
             unread = 0 if connection is None else connection.unread
             if 2 * unread < held:
-                self._shed(largest)
-            if self.room.of(largest) == held:
+                self._shed_requests(largest)
+            if self.memory_budget.used_by(largest) == held:
                 if connection is not None:
                     why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
-                    self._connections.hang_up(connection, why)
-                self.room.forget(largest)
+                    self._connections.disconnect(connection, why)
+                self.memory_budget.release_all(largest)
         return True
 
-    def _shed(self, client: bytes) -> None:
-        error = ResourceExhausted(_FULL, retry_after=_RETRY_S)
-        for model in self._fleet.everyone():
-            model.shed(lambda request: request.client == client, error, clock.now())
+    def _shed_requests(self, client: bytes) -> None:
+        memory_error = ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)
+        for model in self._model_registry.everyone():
+            model.shed(lambda request: request.client == client, memory_error, clock.now())
 
-    def _tell(
+    def _send(
         self,
         client: bytes,
         message: DaemonMessage,
@@ -614,41 +614,41 @@ class Frontend:
             # What an engine or a path says may not fit into a header: that is an answer too.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the answer cannot be sent: {error}"))), ()
         if not self._connections.send(client, [*header, *frames]):
-            refusal = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
-            self._connections.send(client, encode(Error(message.id, refusal.code, str(refusal))))
+            dropped_error = ResourceExhausted("the answer is dropped: earlier ones wait to be read by this client")
+            self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
 
-def _asker(connection: Connection, message: Status | Metrics) -> Waiter:
+def _metadata_request(connection: Connection, message: Status | Metrics) -> Waiter:
     """Return who asks, on the account of the tenant that the message names, if it names one."""
     user = connection.user if message.tenant is None else f"tenant {message.tenant}"
     return Waiter(connection.key, message.id, user)
 
 
-def _entry(connection: Connection, message: Any) -> audit.Entry:
+def _audit_entry(connection: Connection, message: Any) -> audit.Entry:
     """Return what the audit log says of a message."""
     tenant = "" if connection.tenant is None else connection.tenant.name
     if isinstance(message, Update):
         action = "rollback" if message.rollback else "update"
-        return audit.Entry(action, connection.identity.who, tenant, message.model_name, message.path, message.weights)
+        return audit.Entry(action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights)
     name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
-    return audit.Entry(_KINDS[message.__class__], connection.identity.who, tenant, name)
+    return audit.Entry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)
 
 
-def _too_long(received: Message, most: int) -> RequestError:
+def _too_long_error(received: Message, max_bytes: int) -> RequestError:
     """What is to be said of a message of which not everything was kept."""
     for name, length in zip(("envelope", "description"), received.lengths, strict=False):
         if length > limits.MAX_HEADER_BYTES:
             return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")
     nbytes = sum(received.lengths)
-    if nbytes > most:
-        return InvalidArgument(f"frames: expected at most {most} bytes in all (max_memory_bytes), got {nbytes}")
-    return ResourceExhausted(_FULL, retry_after=_RETRY_S)
+    if nbytes > max_bytes:
+        return InvalidArgument(f"frames: expected at most {max_bytes} bytes in all (max_memory_bytes), got {nbytes}")
+    return ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)
 
 
-def _level(priority: int | None, model: ModelConfig, tenant: TenantConfig) -> int:
+def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConfig) -> int:
     """How many levels of priority come before that of a request."""
     if not priority:
-        return max(model.level, tenant.priority_max) - 1
+        return max(model.default_level, tenant.priority_max) - 1
     if priority > model.priority_levels:
         expected = f"expected at most priority_levels of the model, {model.priority_levels}, got {priority}"
         raise InvalidArgument(f"parameters.priority: {expected}")

@@ -35,21 +35,21 @@ from weightd.shared.stream import Stream
 _log = logging.getLogger("weightd.frontend")
 
 # A gate that has lived so long has not died of what the one before it has died of.
-_HEALTHY_S = 10.0
+_HEALTHY_UPTIME_S = 10.0
 
 # The first one that dies is replaced at once, the next ones after so long, twice as long each time, at most the second.
-_FIRST_DELAY_S = 0.05
-_LONGEST_DELAY_S = 5.0
+_INITIAL_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 5.0
 
 # A zygote forks within milliseconds, and has started within a few hundred: past this it hangs.
-_FORK_LIMIT_S = 5.0
+_FORK_TIMEOUT_S = 5.0
 
 _NEVER = float("inf")
 
 
 # In what a gate has to log: the user, or the host, that it is about; and all numbers.
-_USER = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
-_NUMBER = re.compile(r"\d+")
+_CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
+_NUMBER_PATTERN = re.compile(r"\d+")
 
 
 @dataclass
@@ -82,13 +82,13 @@ class _Post:
         due: when another is to be started.
     """
 
-    gate: Gate
+    proxy: Gate
     listener: socket.socket
-    terms: Terms
+    config: Terms
     stream: Stream | None = field(default=None)
-    since: float = 0.0
-    failures: int = 0
-    due: float = _NEVER
+    started_at: float = 0.0
+    early_exits: int = 0
+    restart_at: float = _NEVER
 
 
 class Lock(NamedTuple):
@@ -124,101 +124,101 @@ class Gates:
         self,
         listeners: Mapping[str, tuple[socket.socket, Lock]],
         loop: Loop,
-        adopt: Callable[[str, socket.socket, PeerIdentity], object],
-        bounds: Bounds,
+        on_client: Callable[[str, socket.socket, PeerIdentity], object],
+        limits: Bounds,
         log: ClientLog,
         zygote: Zygote | None = None,
     ) -> None:
         self._log = log
         self._loop = loop
-        self._adopt = adopt
+        self._on_client = on_client
         self._zygote: Zygote | None = None
-        self._have(zygote or _launched())
-        self._numbers = itertools.count()
-        self._by_number: dict[int, Gate] = {}
+        self._attach_zygote(zygote or _launch_zygote())
+        self._proxy_numbers = itertools.count()
+        self._proxy_by_number: dict[int, Gate] = {}
         # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
-        self._asked: dict[int, float] = {}
-        self._posts = [
-            _Post(Gate(name, address), listener, _terms(name, address, bounds, lock))
+        self._fork_deadlines: dict[int, float] = {}
+        self._listeners = [
+            _Post(Gate(name, address), listener, _proxy_config(name, address, limits, lock))
             for (name, (listener, lock)), address in zip(
                 listeners.items(), addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
         ]
-        self._timer = Timer(self._start_due)
-        self._hang_timer = Timer(self._end_hung)
-        self._launch_timer = Timer(self._launch)
-        for timer in (self._timer, self._hang_timer, self._launch_timer):
+        self._restart_timer = Timer(self._start_due_proxies)
+        self._fork_timer = Timer(self._kill_hung_zygote)
+        self._zygote_timer = Timer(self._restart_zygote)
+        for timer in (self._restart_timer, self._fork_timer, self._zygote_timer):
             loop.add_timer(timer)
-        for post in self._posts:
+        for post in self._listeners:
             refuse_descriptors(post.listener)
-            post.due = 0.0
-        self._start_due(clock.now())
+            post.restart_at = 0.0
+        self._start_due_proxies(clock.now())
 
     @property
-    def gates(self) -> Sequence[Gate]:
+    def proxies(self) -> Sequence[Gate]:
         """How the gate of each listener stands."""
-        return [post.gate for post in self._posts]
+        return [post.proxy for post in self._listeners]
 
     @property
     def pids(self) -> Sequence[int]:
         """Of all processes that this object has."""
         zygote = [] if self._zygote is None else [self._zygote.pid]
-        return [*zygote, *(each.pid for each in self.gates if each.pid)]
+        return [*zygote, *(each.pid for each in self.proxies if each.pid)]
 
-    def admit(self, locks: Mapping[str, Lock]) -> None:
+    def update_auth(self, auth_by_listener: Mapping[str, Lock]) -> None:
         """Have gates use new keys and tenants, by the names of listeners."""
-        for post in self._posts:
-            lock = locks[post.gate.name]
-            post.terms = post.terms._replace(keys=lock.keys, tenants=lock.tenants)
+        for post in self._listeners:
+            lock = auth_by_listener[post.proxy.name]
+            post.config = post.config._replace(keys=lock.keys, tenants=lock.tenants)
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
-                    is_all = post.stream.send([link.admits(post.terms.keys, post.terms.tenants)])
-                    self._flush_unless(is_all, post.stream)
+                    is_all = post.stream.send([link.encode_allowed_peers(post.config.keys, post.config.tenants)])
+                    self._flush_if_unsent(is_all, post.stream)
 
     def close(self) -> None:
         """Have all end, once they have passed on what was said to them; wait for that some seconds."""
-        for post in self._posts:
+        for post in self._listeners:
             if post.stream is not None:
                 self._loop.remove(post.stream.fileno())
                 post.stream.close()
         if self._zygote is not None:
             self._loop.remove(self._zygote.stream.fileno())
-            self._zygote.end()
+            self._zygote.stop()
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _start(self, post: _Post, now: float) -> None:
-        post.due, post.since = _NEVER, now
+    def _start_proxy(self, listener: _Post, now: float) -> None:
+        listener.restart_at, listener.started_at = _NEVER, now
         zygote = self._zygote
         if zygote is None:
-            post.due = now + _LONGEST_DELAY_S
+            listener.restart_at = now + _MAX_BACKOFF_S
             return
         try:
-            ours, its = socket.socketpair()
+            daemon_end, proxy_end = socket.socketpair()
         except OSError as error:
-            _log.error("listener %s: no gate can be started: %s", post.gate.name, error.strerror)
-            post.due = now + _LONGEST_DELAY_S
+            _log.error("listener %s: no gate can be started: %s", listener.proxy.name, error.strerror)
+            listener.restart_at = now + _MAX_BACKOFF_S
             return
-        number = next(self._numbers)
-        post.stream = Stream(ours, takes_descriptors=True)
-        self._loop.add(ours.fileno(), lambda: self._hear(post))
-        self._by_number[number] = post.gate
-        with its:
+        number = next(self._proxy_numbers)
+        listener.stream = Stream(daemon_end, takes_descriptors=True)
+        self._loop.add(daemon_end.fileno(), lambda: self._on_proxy_readable(listener))
+        self._proxy_by_number[number] = listener.proxy
+        with proxy_end:
             try:
-                is_all = zygote.ask(post.terms.frames(number), [its.fileno(), post.listener.fileno()])
+                is_all = zygote.request_fork(listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()])
             except OSError as error:
                 # It has just died: the end of the link is heard in a moment.
-                _log.debug("the gate of listener %s cannot be asked for: %s", post.gate.name, error.strerror)
-                del self._by_number[number]
+                _log.debug("the gate of listener %s cannot be asked for: %s", listener.proxy.name, error.strerror)
+                del self._proxy_by_number[number]
             else:
-                self._flush_unless(is_all, zygote.stream)
-                self._asked[number] = now + _FORK_LIMIT_S
-                self._hang_timer.due_by(self._asked[number])
+                self._flush_if_unsent(is_all, zygote.stream)
+                self._fork_deadlines[number] = now + _FORK_TIMEOUT_S
+                self._fork_timer.due_by(self._fork_deadlines[number])
 
-    def _flush_unless(self, is_all: bool, stream: Stream) -> None:
+    def _flush_if_unsent(self, is_sent: bool, stream: Stream) -> None:
         """Send what is left for a gate or the zygote as soon as it reads."""
-        if not is_all:
+        if not is_sent:
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
 
     def _flush(self, stream: Stream) -> None:
@@ -227,125 +227,125 @@ class Gates:
                 return
         self._loop.unwatch_writes(stream.fileno())
 
-    def _start_due(self, now: float) -> None:
-        for post in self._posts:
-            if post.due <= now:
-                self._start(post, now)
-        self._timer.set(min((post.due for post in self._posts), default=_NEVER))
+    def _start_due_proxies(self, now: float) -> None:
+        for post in self._listeners:
+            if post.restart_at <= now:
+                self._start_proxy(post, now)
+        self._restart_timer.set(min((post.restart_at for post in self._listeners), default=_NEVER))
 
-    def _hear(self, post: _Post) -> None:
+    def _on_proxy_readable(self, listener: _Post) -> None:
         """A gate says something."""
-        stream = post.stream
+        stream = listener.stream
         if stream is None:
             return
         try:
             messages = stream.receive()
         except ConnectionError:
-            self._replace(post, clock.now())
+            self._on_proxy_exit(listener, clock.now())
             return
         for message in messages:
-            said = link.of_gate(message.frames[0])
+            said = link.parse_proxy_message(message.frames[0])
             if isinstance(said, Said):
-                name, text = post.gate.name, said.text
-                client, kind = _USER.search(text), f"listener {name}: {_NUMBER.sub('', text)}"
+                name, text = listener.proxy.name, said.text
+                client, kind = _CLIENT_PATTERN.search(text), f"listener {name}: {_NUMBER_PATTERN.sub('', text)}"
                 self._log.log(_log, said.level, client[0] if client else "", "listener %s: %s", name, text, kind=kind)
                 continue
             if isinstance(said, int):
-                post.gate.peers = said
+                listener.proxy.peers = said
                 continue
-            post.gate.peers = said.peers
+            listener.proxy.peers = said.peer_count
             if stream.descriptors:
-                self._adopt(post.gate.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
+                self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), said.identity)
             else:
                 # The kernel has closed it: the gate hangs the client up.
                 text = "no descriptor is left for a client of listener %s"
-                self._log.log(_log, logging.ERROR, "", text, post.gate.name)
+                self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
 
-    def _replace(self, post: _Post, now: float) -> None:
+    def _on_proxy_exit(self, listener: _Post, now: float) -> None:
         """A gate has died."""
-        if post.stream is not None:
-            self._loop.remove(post.stream.fileno())
-            post.stream.close()
-        post.stream, post.gate.pid, post.gate.peers = None, 0, 0
-        post.gate.restarts += 1
-        if now - post.since >= _HEALTHY_S:
-            post.failures = 0
-        post.failures += 1
-        post.due = now + delay(post.failures)
-        self._start_due(now)
+        if listener.stream is not None:
+            self._loop.remove(listener.stream.fileno())
+            listener.stream.close()
+        listener.stream, listener.proxy.pid, listener.proxy.peers = None, 0, 0
+        listener.proxy.restarts += 1
+        if now - listener.started_at >= _HEALTHY_UPTIME_S:
+            listener.early_exits = 0
+        listener.early_exits += 1
+        listener.restart_at = now + backoff_s(listener.early_exits)
+        self._start_due_proxies(now)
 
-    def _have(self, zygote: Zygote) -> None:
+    def _attach_zygote(self, zygote: Zygote) -> None:
         self._zygote = zygote
-        self._loop.add(zygote.stream.fileno(), lambda: self._on_news(zygote))
+        self._loop.add(zygote.stream.fileno(), lambda: self._on_zygote_readable(zygote))
 
-    def _launch(self, now: float) -> None:
+    def _restart_zygote(self, now: float) -> None:
         """Have another zygote: there is none."""
         try:
-            self._have(_launched())
+            self._attach_zygote(_launch_zygote())
         except OSError as error:
             _log.error("no gate: %s", explained(f"the zygote cannot be started: {error.strerror}"))
-            self._launch_timer.set(now + _LONGEST_DELAY_S)
+            self._zygote_timer.set(now + _MAX_BACKOFF_S)
 
-    def _on_news(self, zygote: Zygote) -> None:
+    def _on_zygote_readable(self, zygote: Zygote) -> None:
         """The zygote says something."""
         try:
             messages = zygote.stream.receive()
         except ConnectionError:
             _log.warning("the zygote, process %d, has died, and with it all gates: it is replaced", zygote.pid)
             self._loop.remove(zygote.stream.fileno())
-            zygote.end()
+            zygote.stop()
             self._zygote = None
-            self._by_number.clear()
-            self._asked.clear()
-            self._launch(clock.now())
+            self._proxy_by_number.clear()
+            self._fork_deadlines.clear()
+            self._restart_zygote(clock.now())
             return
         for message in messages:
-            news = link.of_zygote(message.frames[0])
-            self._asked.pop(news.number, None)
-            gate = self._by_number[news.number]
+            news = link.parse_proxy_event(message.frames[0])
+            self._fork_deadlines.pop(news.number, None)
+            gate = self._proxy_by_number[news.number]
             if news.status is None:
                 gate.pid = news.pid
                 _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
                 continue
-            del self._by_number[news.number]
+            del self._proxy_by_number[news.number]
             how = explain(news.status) if news.pid else explained(f"cannot be started: {os.strerror(news.status)}")
             _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
 
-    def _end_hung(self, now: float) -> None:
+    def _kill_hung_zygote(self, now: float) -> None:
         """The zygote should have made a gate by now, unless it has since, or died."""
-        until = next(iter(self._asked.values()), _NEVER)
+        until = next(iter(self._fork_deadlines.values()), _NEVER)
         if until > now:
-            self._hang_timer.set(until)
+            self._fork_timer.set(until)
         elif self._zygote is not None:
             _log.error(
-                "the zygote, process %d, has not made a gate in %g s: it is killed", self._zygote.pid, _FORK_LIMIT_S
+                "the zygote, process %d, has not made a gate in %g s: it is killed", self._zygote.pid, _FORK_TIMEOUT_S
             )
-            self._asked.clear()
+            self._fork_deadlines.clear()
             self._zygote.kill()
 
 
-def _launched() -> Zygote:
+def _launch_zygote() -> Zygote:
     return launch(functools.partial(spawning.spawn, session=False))
 
 
-def delay(failures: int) -> float:
+def backoff_s(early_exits: int) -> float:
     """Return after how many seconds a gate is replaced, the last of so many in a row that have died early."""
-    return min(_FIRST_DELAY_S * 2 ** min(failures - 2, 16), _LONGEST_DELAY_S) if failures > 1 else 0.0
+    return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
 
 
-def _terms(name: str, address: str, bounds: Bounds, lock: Lock) -> Terms:
-    max_memory_bytes, user_limits = bounds
+def _proxy_config(name: str, address: str, proxy_limits: Bounds, auth: Lock) -> Terms:
+    max_memory_bytes, user_limits = proxy_limits
     [error] = encode(Error("", InvalidArgument.code, ""))
     return Terms(
         name=name,
         address=address,
         max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
         max_memory_bytes=max_memory_bytes,
-        max_connections=lock.max_connections,
+        max_connections=auth.max_connections,
         max_user_connections=user_limits.most,
         max_user_connection_rate=user_limits.rate,
-        secret=lock.secret,
-        keys=lock.keys,
-        tenants=lock.tenants,
-        error=link.error_start(bytes(error)),
+        secret=auth.secret,
+        keys=auth.keys,
+        tenants=auth.tenants,
+        error=link.error_prefix(bytes(error)),
     )

@@ -9,13 +9,13 @@ users where there are no tenants. Plain decisions, fed with the clock.
 from __future__ import annotations
 
 from weightd.daemon.clients.connection import Connection
-from weightd.daemon.config.tenants import LEAST_WEIGHT, TenantConfig
+from weightd.daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd.daemon.host import clock
 from weightd.daemon.requests.shares import SEVERAL_S, Clock
 from weightd.daemon.tenants.tenant import Tenant
 
 # Those whose messages are all refused are one, and no tenant has less weight.
-_NOBODY = Tenant("(nobody)", TenantConfig(weight=LEAST_WEIGHT))
+_NO_TENANT_QUEUE = Tenant("(nobody)", TenantConfig(weight=MIN_WEIGHT))
 
 
 class Lanes:
@@ -24,72 +24,72 @@ class Lanes:
     def __init__(self) -> None:
         self._clock = Clock()
         # The connections of each user of each tenant. Of users and of connections the next one is first.
-        self._lanes: dict[Tenant, dict[str, dict[Connection, None]]] = {}
+        self._queues: dict[Tenant, dict[str, dict[Connection, None]]] = {}
         # Where each connection waits. A reload may change its tenant or user meanwhile.
         self._places: dict[Connection, tuple[Tenant, str]] = {}
-        self._last: tuple[Tenant, str] | None = None
-        self._several_until = -float("inf")
+        self._last_sender: tuple[Tenant, str] | None = None
+        self._contended_until = -float("inf")
 
-    def are_needed(self, connection: Connection) -> bool:
+    def is_contended(self, connection: Connection) -> bool:
         """A user speaks: return whether another one has within `SEVERAL_S`.
 
         While one alone does, this costs no look at a clock.
         """
-        speaker = (connection.tenant or _NOBODY, connection.origin.far)
-        if speaker != self._last:
-            if self._last is not None:
-                self._several_until = clock.now() + SEVERAL_S
-            self._last = speaker
-        elif self._several_until < 0.0:
+        sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.far)
+        if sender != self._last_sender:
+            if self._last_sender is not None:
+                self._contended_until = clock.now() + SEVERAL_S
+            self._last_sender = sender
+        elif self._contended_until < 0.0:
             return False
-        if clock.now() < self._several_until:
+        if clock.now() < self._contended_until:
             return True
-        self._several_until = -float("inf")
-        return bool(self._lanes)
+        self._contended_until = -float("inf")
+        return bool(self._queues)
 
-    def wait(self, connection: Connection) -> None:
+    def put(self, connection: Connection) -> None:
         """Something has come from it."""
-        tenant, user = connection.tenant or _NOBODY, connection.origin.far
-        lane = self._lanes.get(tenant)
-        if lane is None:
-            lane = self._lanes[tenant] = {}
+        tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.far
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = {}
             self._clock.comes(tenant)
-        lane.setdefault(user, {})[connection] = None
+        queue.setdefault(user, {})[connection] = None
         self._places[connection] = tenant, user
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._queues)
 
     def take(self) -> tuple[Tenant, Connection]:
         """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
-        tenant = min(self._lanes, key=self._clock.order)
-        lane = self._lanes[tenant]
-        user = next(iter(lane))
-        connections = lane.pop(user)
+        tenant = min(self._queues, key=self._clock.order)
+        queue = self._queues[tenant]
+        user = next(iter(queue))
+        connections = queue.pop(user)
         connection = next(iter(connections))
         del connections[connection], self._places[connection]
         if connections:
-            lane[user] = connections
+            queue[user] = connections
         return tenant, connection
 
-    def spent(self, tenant: Tenant, seconds: float) -> None:
+    def on_served(self, tenant: Tenant, seconds: float) -> None:
         """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
         self._clock.begin({tenant: 1.0}, 0.0).settle(seconds)
-        lane = self._lanes.get(tenant)
+        queue = self._queues.get(tenant)
         # It is gone already where the others in it were hung up meanwhile.
-        if lane is not None and not lane:
-            del self._lanes[tenant]
+        if queue is not None and not queue:
+            del self._queues[tenant]
             self._clock.goes(tenant)
 
-    def forget(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """A connection has closed; it may be the one that was taken last, which does not wait."""
         if connection not in self._places:
             return
         tenant, user = self._places.pop(connection)
-        lane = self._lanes[tenant]
+        lane = self._queues[tenant]
         del lane[user][connection]
         if not lane[user]:
             del lane[user]
         if not lane:
-            del self._lanes[tenant]
+            del self._queues[tenant]
             self._clock.goes(tenant)

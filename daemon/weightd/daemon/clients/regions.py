@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from weightd.daemon.clients.crowd import max_regions
+from weightd.daemon.clients.crowd import max_total_regions
 from weightd.daemon.host.closing import Closing
 from weightd.daemon.host.logs import warn_of_shortage
 from weightd.daemon.requests.regions import Memory, Place, Places
@@ -21,10 +21,10 @@ from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
 from weightd.shared import memfd
 
 # Of one client: places that are in use at a time.
-_MAX_FOUND = 64
+_MAX_CACHED_LOCATIONS = 64
 
 # Of one user, on all connections: each costs a descriptor.
-MAX_USERS_REGIONS = 16 * limits.MAX_REGIONS
+MAX_USER_REGIONS = 16 * limits.MAX_REGIONS
 
 
 class Registry:
@@ -39,22 +39,22 @@ class Registry:
         closed: numbers, users and descriptors of regions that nothing names any more, until `take_closed`.
     """
 
-    def __init__(self, most_bytes: int, user: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
-        self.closed: list[tuple[int, str, int]] = []
-        self._closing = Closing(warn_of_shortage)
-        self._most_bytes = most_bytes
-        self._user = user
+    def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
+        self.closed_regions: list[tuple[int, str, int]] = []
+        self._fd_closer = Closing(warn_of_shortage)
+        self._max_bytes = max_bytes
+        self._user_of = user_of
         self._on_closed = on_closed
         self._by_client: dict[bytes, dict[str, Memory]] = {}
         # What was found for requests of a client: by the identity of what they say, with that so that it stays its own.
-        self._found: dict[bytes, dict[tuple[int, int], tuple[object, object, Places]]] = {}
+        self._cached_locations: dict[bytes, dict[tuple[int, int], tuple[object, object, Places]]] = {}
         # Of regions that are open: those that were given up, too, while a request names them.
-        self._bytes = Counter[str]()
-        self._count = Counter[str]()
+        self._bytes_by_user = Counter[str]()
+        self._count_by_user = Counter[str]()
         # A worker may still have one of the daemon before this one: no number is used twice.
-        self._numbers = itertools.count(time.time_ns() // 1000)
+        self._region_numbers = itertools.count(time.time_ns() // 1000)
 
-    def register(self, client: bytes, descriptors: deque[int], most_bytes: int = 0) -> str:
+    def register(self, client: bytes, descriptors: deque[int], max_tenant_bytes: int = 0) -> str:
         """Take the memory that came with a client's message; return the name of the region.
 
         `most_bytes` is the bound of its tenant for all that it has, 0 for none.
@@ -65,28 +65,28 @@ class Registry:
         """
         if len(descriptors) != 1:
             raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
-        user, nbytes = self._user(client), _size(descriptors[0])
+        user, nbytes = self._user_of(client), _memfd_bytes(descriptors[0])
         self._check_count(client, user)
-        self._check_bytes(user, nbytes, most_bytes)
-        self._bytes[user] += nbytes
-        self._count[user] += 1
-        number = next(self._numbers)
+        self._check_bytes(user, nbytes, max_tenant_bytes)
+        self._bytes_by_user[user] += nbytes
+        self._count_by_user[user] += 1
+        number = next(self._region_numbers)
         region = secrets.token_hex(limits.MAX_REGION_ID_BYTES // 2)
-        memory = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_gone, user, nbytes, number))
-        self._by_client.setdefault(client, {})[region] = memory
+        shared_region = Memory(number, descriptors.popleft(), nbytes, functools.partial(self._on_region_unused, user, nbytes, number))
+        self._by_client.setdefault(client, {})[region] = shared_region
         return region
 
     def unregister(self, client: bytes, region: str) -> None:
         """Give up a region, if there is such a one; requests that name it already are not concerned."""
-        self._found.pop(client, None)
+        self._cached_locations.pop(client, None)
         self._by_client.get(client, {}).pop(region, None)
 
-    def forget(self, client: bytes) -> None:
+    def remove_client(self, client: bytes) -> None:
         """The client is gone: give up its regions."""
-        self._found.pop(client, None)
+        self._cached_locations.pop(client, None)
         self._by_client.pop(client, None)
 
-    def places(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
+    def locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
         """Return where a request's tensors are, once it is sure that they lie in regions of that client.
 
         Raises:
@@ -95,80 +95,80 @@ class Registry:
         """
         try:
             # The decoder gives equal bytes the same objects.
-            return self._found[client][id(regions), id(inputs)][2]
+            return self._cached_locations[client][id(regions), id(inputs)][2]
         except KeyError:
             pass
-        places = self._looked_up(client, regions, inputs)
-        found = self._found.setdefault(client, {})
-        if len(found) >= _MAX_FOUND:
-            found.clear()
-        found[id(regions), id(inputs)] = regions, inputs, places
-        return places
+        locations = self._locate(client, regions, inputs)
+        cached = self._cached_locations.setdefault(client, {})
+        if len(cached) >= _MAX_CACHED_LOCATIONS:
+            cached.clear()
+        cached[id(regions), id(inputs)] = regions, inputs, locations
+        return locations
 
-    def _looked_up(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
-        known = self._by_client.get(client, {})
-        rooms = [each.tensor for each in regions.outputs]
-        if len({*rooms}) < len(rooms):
-            raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {rooms}")
+    def _locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
+        client_regions = self._by_client.get(client, {})
+        output_tensors = [each.tensor for each in regions.outputs]
+        if len({*output_tensors}) < len(output_tensors):
+            raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {output_tensors}")
         return Places(
             {
-                each.tensor: _place(known, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
+                each.tensor: _locate_tensor(client_regions, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
                 for index, each in enumerate(regions.inputs)
             },
             {
-                each.tensor: _place(known, each, each.bytes, f"outputs[{index}]")
+                each.tensor: _locate_tensor(client_regions, each, each.bytes, f"outputs[{index}]")
                 for index, each in enumerate(regions.outputs)
             },
         )
 
-    def take_closed(self) -> Sequence[int]:
+    def free_closed(self) -> Sequence[int]:
         """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""
-        closed, self.closed = self.closed, []
+        closed, self.closed_regions = self.closed_regions, []
         for _, user, descriptor in closed:
-            self._closing.close(user, descriptor)
+            self._fd_closer.close(user, descriptor)
         return [number for number, _, _ in closed]
 
     def _check_count(self, client: bytes, user: str) -> None:
         if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
             raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
-        if self._count[user] >= MAX_USERS_REGIONS:
-            raise ResourceExhausted(f"this user has {MAX_USERS_REGIONS} regions already")
-        if sum(self._count.values()) >= max_regions():
-            raise ResourceExhausted(f"all clients together have {max_regions()} regions already (LimitNOFILE=)")
+        if self._count_by_user[user] >= MAX_USER_REGIONS:
+            raise ResourceExhausted(f"this user has {MAX_USER_REGIONS} regions already")
+        if sum(self._count_by_user.values()) >= max_total_regions():
+            raise ResourceExhausted(f"all clients together have {max_total_regions()} regions already (LimitNOFILE=)")
 
-    def _check_bytes(self, user: str, nbytes: int, most_bytes: int) -> None:
-        if most_bytes and self._bytes[user] + nbytes > most_bytes:
-            text = f"this tenant has {self._bytes[user]} bytes in regions already, max_shared_bytes is {most_bytes}"
+    def _check_bytes(self, user: str, nbytes: int, max_tenant_bytes: int) -> None:
+        if max_tenant_bytes and self._bytes_by_user[user] + nbytes > max_tenant_bytes:
+            text = f"this tenant has {self._bytes_by_user[user]} bytes in regions already, max_shared_bytes is {max_tenant_bytes}"
             raise QuotaExceeded("max_shared_bytes", text)
-        if not most_bytes and self._bytes[user] + nbytes > self._most_bytes:
-            bound = f"the bound is {self._most_bytes} (max_shm_bytes)"
-            raise ResourceExhausted(f"this user has {self._bytes[user]} bytes in regions already; {bound}")
+        if not max_tenant_bytes and self._bytes_by_user[user] + nbytes > self._max_bytes:
+            bound = f"the bound is {self._max_bytes} (max_shm_bytes)"
+            raise ResourceExhausted(f"this user has {self._bytes_by_user[user]} bytes in regions already; {bound}")
 
-    def _on_gone(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
+    def _on_region_unused(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
         # That may be anywhere. Nothing here waits, or takes a lock.
-        self.closed.append((number, user, descriptor))
+        self.closed_regions.append((number, user, descriptor))
         self._on_closed()
-        self._bytes[user] -= nbytes
-        self._count[user] -= 1
-        if not self._count[user]:
-            del self._count[user], self._bytes[user]
+        self._bytes_by_user[user] -= nbytes
+        self._count_by_user[user] -= 1
+        if not self._count_by_user[user]:
+            del self._count_by_user[user], self._bytes_by_user[user]
 
 
-def _size(descriptor: int) -> int:
+def _memfd_bytes(descriptor: int) -> int:
     try:
         return memfd.size(descriptor)
     except memfd.NotShareable as error:
         raise InvalidArgument(f"register: {error}") from None
 
 
-def _place(known: dict[str, Memory], wanted: InputPlace | OutputPlace, nbytes: int, where: str) -> Place:
-    memory = known.get(wanted.region)
-    if memory is None:
+def _locate_tensor(client_regions: dict[str, Memory], requested: InputPlace | OutputPlace, nbytes: int, where: str) -> Place:
+    shared_region = client_regions.get(requested.region)
+    if shared_region is None:
         # Not which: it may be another's.
         raise NotFound(f"parameters.regions.{where}.region: this connection has no such region")
     # Numbers here have no end: no sum is too large.
-    end = wanted.offset + nbytes
-    if end > memory.nbytes:
-        expected = f"expected an end within the region, at most {memory.nbytes}, got {end}"
+    end = requested.offset + nbytes
+    if end > shared_region.nbytes:
+        expected = f"expected an end within the region, at most {shared_region.nbytes}, got {end}"
         raise InvalidArgument(f"parameters.regions.{where}.offset: {expected}")
-    return Place(memory, wanted.offset, nbytes)
+    return Place(shared_region, requested.offset, nbytes)

@@ -23,45 +23,45 @@ class Room:
     """
 
     def __init__(self, most: int, user: Callable[[bytes], str], on_large: Callable[[], object] = lambda: None) -> None:
-        self.most = most
-        self.held = 0
-        self.user = user
-        self._on_large = on_large
-        self._by_client: dict[bytes, int] = {}
+        self.max_bytes = most
+        self.used_bytes = 0
+        self.user_of = user
+        self._on_large_reservation = on_large
+        self._bytes_by_client: dict[bytes, int] = {}
 
-    def fits(self, nbytes: int) -> bool:
+    def can_reserve(self, nbytes: int) -> bool:
         """Whether so much more may be taken."""
-        return not self.held or self.held + nbytes <= self.most
+        return not self.used_bytes or self.used_bytes + nbytes <= self.max_bytes
 
-    def of(self, client: bytes) -> int:
+    def used_by(self, client: bytes) -> int:
         """Return what is kept for a client."""
-        return self._by_client.get(client, 0)
+        return self._bytes_by_client.get(client, 0)
 
-    def take(self, client: bytes, nbytes: int) -> None:
+    def reserve(self, client: bytes, nbytes: int) -> None:
         """So much more is kept for a client."""
-        self._by_client[client] = self._by_client.get(client, 0) + nbytes
-        self.held += nbytes
+        self._bytes_by_client[client] = self._bytes_by_client.get(client, 0) + nbytes
+        self.used_bytes += nbytes
         if nbytes >= LARGE_BYTES:
-            self._on_large()
+            self._on_large_reservation()
 
-    def give(self, client: bytes, nbytes: int) -> None:
+    def release(self, client: bytes, nbytes: int) -> None:
         """So much is kept no more; of a client that was forgotten it no longer counts."""
-        has = self._by_client.get(client, 0)
-        if has and nbytes <= has:
-            self._by_client[client] = has - nbytes
-            self.held -= nbytes
+        client_bytes = self._bytes_by_client.get(client, 0)
+        if client_bytes and nbytes <= client_bytes:
+            self._bytes_by_client[client] = client_bytes - nbytes
+            self.used_bytes -= nbytes
         else:
-            self.forget(client)
+            self.release_all(client)
 
-    def forget(self, client: bytes) -> None:
+    def release_all(self, client: bytes) -> None:
         """The client has gone, or is made to go: what is kept for it goes, too."""
-        self.held -= self._by_client.pop(client, 0)
+        self.used_bytes -= self._bytes_by_client.pop(client, 0)
 
-    def largest(self, client: bytes, nbytes: int) -> bytes:
+    def largest_client(self, client: bytes, nbytes: int) -> bytes:
         """Return whose turn it is if a client wants so much more: who has most of the user that has most."""
-        wanted = {**self._by_client, client: self.of(client) + nbytes}
-        users: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
-        for each, held in wanted.items():
-            users[self.user(each)][each] = held
-        most = max(users.values(), key=lambda clients: sum(clients.values()))
-        return max(most, key=most.__getitem__)
+        bytes_by_client = {**self._bytes_by_client, client: self.used_by(client) + nbytes}
+        clients_by_user: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
+        for each, held in bytes_by_client.items():
+            clients_by_user[self.user_of(each)][each] = held
+        client_bytes = max(clients_by_user.values(), key=lambda clients: sum(clients.values()))
+        return max(client_bytes, key=client_bytes.__getitem__)

@@ -9,7 +9,7 @@ from weightd.daemon.host.timers import Timer
 _NEVER = float("inf")
 
 # Large traffic that has paused for so long may begin again, and would only have to get its memory again.
-QUIET_S = 1.0
+TRIM_DELAY_S = 1.0
 
 
 class Upkeep:
@@ -22,18 +22,18 @@ class Upkeep:
         timer: when `tick` is due.
     """
 
-    def __init__(self, room: Room) -> None:
-        self.timer = Timer(self.tick)
-        self._room = room
+    def __init__(self, memory_budget: Room) -> None:
+        self.timer = Timer(self.on_timer)
+        self._memory_budget = memory_budget
 
-    def seen(self, now: float) -> None:
+    def on_large_message(self, now: float) -> None:
         """A message of `LARGE_BYTES` or more has come, or is not read at once."""
-        self.timer.set(now + QUIET_S)
+        self.timer.set(now + TRIM_DELAY_S)
 
-    def tick(self, now: float) -> None:
+    def on_timer(self, now: float) -> None:
         """Give back what can be, unless something large is under way still."""
-        if self._room.held >= LARGE_BYTES:
-            self.timer.set(now + QUIET_S)
+        if self._memory_budget.used_bytes >= LARGE_BYTES:
+            self.timer.set(now + TRIM_DELAY_S)
         else:
             memory.trim()
             self.timer.set(_NEVER)

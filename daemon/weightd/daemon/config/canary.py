@@ -29,7 +29,7 @@ _PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
 
 def field_metadata() -> dict[str, Kind]:
     """Return the metadata of the field."""
-    return {"kind": Kind(_check, _check, _plain, _EXPECTED)}
+    return {"kind": Kind(_check_value, _check_value, _to_plain, _EXPECTED)}
 
 
 def parse_text(text: str) -> SelfTestSetting:
@@ -44,16 +44,16 @@ def parse_text(text: str) -> SelfTestSetting:
             value = tomllib.loads(f"canary = {text}")["canary"]
         except ValueError as error:
             raise FieldError(f"not TOML: {error}") from None
-    setting = _check(value)
+    setting = _check_value(value)
     return str(Path(setting).absolute()) if isinstance(setting, str) and setting not in (AUTO, OFF) else setting
 
 
-def sample(setting: SelfTestSetting) -> str:
+def inputs_path(setting: SelfTestSetting) -> str:
     """Return the path of the file that the key names, or ""."""
     return setting if isinstance(setting, str) and setting not in (AUTO, OFF) else ""
 
 
-def _check(value: Any) -> SelfTestSetting:
+def _check_value(value: Any) -> SelfTestSetting:
     if isinstance(value, dict) and value:
         return cast("Case", _SHAPES_KIND.check(cast("Any", value)))
     if isinstance(value, str) and (value in (AUTO, OFF) or value.endswith(".npz")) and "\0" not in value:
@@ -61,5 +61,5 @@ def _check(value: Any) -> SelfTestSetting:
     raise FieldError(f"expected {_EXPECTED}, got {shown(cast('object', value))}")
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return _PATH_KIND.plain(value) if isinstance(value, str) else _SHAPES_KIND.plain(value)

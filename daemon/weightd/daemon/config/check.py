@@ -13,7 +13,7 @@ from weightd.daemon.config import slices
 from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
-from weightd.daemon.config.tenants import DEFAULT, TenantConfig
+from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd.daemon.host.ends import explain
 from weightd.daemon.host.shortage import explained
 from weightd.protocol.version import VERSION
@@ -22,7 +22,7 @@ from weightd.shared.modelfile import Model, ModelFileError
 _INTERPRETER_TIMEOUT_S = 60.0
 
 # Runs in the model's interpreter, which may be as old as 3.7.
-_PROBE = """
+_ENGINE_PROBE = """
 import sys
 from weightd.protocol.version import VERSION
 import weightd.worker.session
@@ -31,7 +31,7 @@ from weightd.worker.engines.engine import Settings
 ENGINES[sys.argv[1]](Settings(1, sys.argv[2], sys.argv[3] == "on"))
 print(VERSION)
 """
-_PROBE_OF_RANKS = """
+_RANK_ENGINE_PROBE = """
 import sys
 from weightd.protocol.version import VERSION
 import weightd.worker.session
@@ -40,7 +40,7 @@ from weightd.worker.engines.ranks import Meeting
 RANK_ENGINES[sys.argv[1]](Meeting(0, 2, sys.argv[2]))
 print(VERSION)
 """
-_PROBE_OF_GROUPS = """
+_MODEL_GROUP_PROBE = """
 import sys
 from weightd.protocol.version import VERSION
 import mindspore_lite
@@ -50,8 +50,8 @@ print(VERSION)
 """
 
 
-def problems(
-    models: Mapping[str, ModelConfig], members: Collection[str] = (), *, runs_interpreters: bool = True
+def find_problems(
+    models: Mapping[str, ModelConfig], group_members: Collection[str] = (), *, runs_interpreters: bool = True
 ) -> dict[str, list[str]]:
     """Return, by model, what is wrong with its files and its interpreter; each text names the key.
 
@@ -60,16 +60,16 @@ def problems(
         members: the names of those that are in a group.
         runs_interpreters: ask each interpreter whether it has the engine; else only see whether it can be run.
     """
-    asked: dict[tuple[str, ...], str] = {}
-    owners: slices.Owners = {}
-    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    probe_results: dict[tuple[str, ...], str] = {}
+    port_owners: slices.PortOwners = {}
+    visible_devices = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
     found: dict[str, list[str]] = {}
     for name, model in models.items():
         if model.ranks is None:
             of_files = _file_problems(model)
         else:
-            of_files = slices.problems(name, model, model.ranks, visible, owners)
-        of_others = _other_problems(model, asked, is_member=name in members, runs_interpreters=runs_interpreters)
+            of_files = slices.find_problems(name, model, model.ranks, visible_devices, port_owners)
+        of_others = _other_problems(model, probe_results, is_member=name in group_members, runs_interpreters=runs_interpreters)
         found[name] = [f"models.{name}.{problem}" for problem in (*of_files, *of_others)]
     return found
 
@@ -78,7 +78,7 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
     path = Path(model.path)
     try:
         with Model(path) as files, files.open(files.files[0]) as file:
-            yield from (f"path: {path}: {problem}" for problem in model.spec.refusals(file))
+            yield from (f"path: {path}: {problem}" for problem in model.engine_spec.refusals(file))
     except ModelFileError as error:
         yield from (f"path: {problem}" for problem in str(error).splitlines())
     except OSError as error:
@@ -86,65 +86,65 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _other_problems(
-    model: ModelConfig, asked: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
+    model: ModelConfig, probe_results: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
 ) -> Iterator[str]:
-    sample = canary_config.sample(model.canary)
-    problem = slices.unreadable(sample) if sample else ""
+    inputs_path = canary_config.inputs_path(model.canary)
+    problem = slices.unreadable_reason(inputs_path) if inputs_path else ""
     if problem:
-        yield f"canary: {sample}: {problem}"
-    yield from (str(error.at(f".{model.engine}")) for error in model.options.file_problems())
+        yield f"canary: {inputs_path}: {problem}"
+    yield from (str(error.at(f".{model.engine}")) for error in model.engine_options.file_problems())
     if not runs_interpreters:
         if shutil.which(model.python) is None:
             yield f"python: {model.python}: cannot be run: expected an executable file"
         return
     # What models have in common is asked once: an interpreter takes a second.
-    probe = _PROBE if model.ranks is None else _PROBE_OF_RANKS
-    questions: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing(model))]
+    probe = _ENGINE_PROBE if model.ranks is None else _RANK_ENGINE_PROBE
+    probes: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing_argument(model))]
     if is_member:
-        questions.append((model.python, _PROBE_OF_GROUPS))
-    for question in questions:
-        if question not in asked:
-            asked[question] = _interpreter_problem(*question)
-        if asked[question]:
-            yield f"python: {model.python}: {asked[question]}"
+        probes.append((model.python, _MODEL_GROUP_PROBE))
+    for question in probes:
+        if question not in probe_results:
+            probe_results[question] = _interpreter_problem(*question)
+        if probe_results[question]:
+            yield f"python: {model.python}: {probe_results[question]}"
             return
 
 
-def described(config: Config) -> Iterator[str]:
+def describe_config(config: Config) -> Iterator[str]:
     """Yield what each model will be, each group of models, and who each tenant is; a line each."""
     for name, model in config.models.items():
         workers = "1 worker" if model.workers == 1 else f"{model.workers} workers"
-        what = workers if model.ranks is None else _of_ranks(model.ranks)
+        what = workers if model.ranks is None else _describe_ranks(model.ranks)
         yield f"{name}: {model.engine}, {what}, {model.path}"
     for name, group in config.groups.items():
         shared = "workspace and weights" if group.shares_weights and group.shares_workspace else group.share
         yield f"{name}: {', '.join(group.models)} in one process on {', '.join(group.devices)}, {shared} shared"
     for name, tenant in config.tenants.items():
         models = "all models" if "*" in tenant.models else f"models {', '.join(tenant.models)}"
-        yield f"tenant {name}: {_who(name, tenant)}; may {', '.join(tenant.may) or 'do nothing'}; {models}"
+        yield f"tenant {name}: {_describe_tenant(name, tenant)}; may {', '.join(tenant.may) or 'do nothing'}; {models}"
 
 
-def _who(name: str, tenant: TenantConfig) -> str:
-    several = {"user": tenant.user_ids, "group": tenant.group_ids, "key": tenant.keys}
-    parts = [f"{what} {', '.join(map(str, each))}" for what, each in several.items() if each]
-    if name == DEFAULT:
+def _describe_tenant(name: str, tenant: TenantConfig) -> str:
+    accounts_by_kind = {"user": tenant.user_ids, "group": tenant.group_ids, "key": tenant.keys}
+    parts = [f"{what} {', '.join(map(str, each))}" for what, each in accounts_by_kind.items() if each]
+    if name == DEFAULT_TENANT_NAME:
         parts.append("whoever is in no other")
     return "; ".join(parts) or "whom others ask for"
 
 
-def _of_ranks(ranks: Ranks) -> str:
+def _describe_ranks(ranks: Ranks) -> str:
     groups = "; ".join(", ".join(dict.fromkeys(group)) for group in ranks.groups)
     count = f"{len(ranks.groups)} groups of " if len(ranks.groups) > 1 else ""
     return f"{count}{ranks.size} ranks on {groups}"
 
 
-def _sharing(model: ModelConfig) -> str:
+def _sharing_argument(model: ModelConfig) -> str:
     return "off" if model.sharing == "off" else "on"
 
 
 def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [python, "-c", probe, *arguments],
             capture_output=True,
             text=True,
@@ -156,8 +156,8 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
         return explained(f"cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [explain(done.returncode)])[-1]
+    if result.returncode != 0:
+        return (result.stderr.strip().splitlines() or [explain(result.returncode)])[-1]
     # An engine may greet on stdout when it is imported: ours is the last word.
-    theirs = (done.stdout.split() or ["unknown"])[-1]
-    return "" if theirs == VERSION else f"it has weightd {theirs}, the daemon is {VERSION}"
+    version = (result.stdout.split() or ["unknown"])[-1]
+    return "" if version == VERSION else f"it has weightd {version}, the daemon is {VERSION}"

@@ -18,10 +18,10 @@ from weightd.shared.tables import MAX_SECONDS, Problems
 from weightd.shared.userpaths import user_path
 
 # With less, a few requests of ordinary size would be too many.
-_LEAST_MEMORY_BYTES = 16 * MIB
+_MIN_MEMORY_BYTES = 16 * MIB
 
 # Below it, seconds would be spent on messages between parts, not on parts.
-_LEAST_JOB_S = 0.001
+_MIN_BATCH_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -81,24 +81,24 @@ class DaemonConfig:
         return Limits(self.max_user_connections, self.max_user_connection_rate)
 
     @property
-    def key(self) -> str:
+    def daemon_key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
         return paths.key(self.socket)
 
     @property
     def private_dir(self) -> Path:
         """The directory of this daemon's snapshots and page stores."""
-        return Path(self.cache_dir, self.key)
+        return Path(self.cache_dir, self.daemon_key)
 
     @property
     def counters_file(self) -> Path:
         """The file with what was counted, which stays when the daemon ends."""
-        return Path(self.cache_dir, f"{self.key}.counters")
+        return Path(self.cache_dir, f"{self.daemon_key}.counters")
 
     @property
     def children_socket(self) -> Path:
         """The socket of this daemon's children."""
-        return Path(self.runtime_dir, f"{self.key}.sock")
+        return Path(self.runtime_dir, f"{self.daemon_key}.sock")
 
     @property
     def children_address(self) -> str:
@@ -106,7 +106,7 @@ class DaemonConfig:
         return f"ipc://{self.children_socket}"
 
     @property
-    def lane_socket(self) -> Path:
+    def channel_socket(self) -> Path:
         """The socket beside it, for their requests."""
         return Path(paths.lane_path(self.children_address))
 
@@ -117,7 +117,7 @@ class DaemonConfig:
 
 
 def complete_daemon(
-    config: DaemonConfig, base: Path, listening: Sequence[str], problems: Problems, unit: Unit | None = None
+    config: DaemonConfig, base: Path, listen_addresses: Sequence[str], problems: Problems, unit: Unit | None = None
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
@@ -129,44 +129,44 @@ def complete_daemon(
     runtime_dir = str((base / runtime_dir).absolute())
     cache_dir = config.cache_dir or (unit.cache_dir if unit else default_cache_dir())
     cache_dir = str((base / cache_dir).absolute())
-    expected = addresses.daemon_socket_addresses(listening)
-    default = expected[0] if expected else unit.socket if unit else paths.socket_address(runtime_dir)
-    socket = config.socket or default
+    allowed_sockets = addresses.daemon_socket_addresses(listen_addresses)
+    default_socket = allowed_sockets[0] if allowed_sockets else unit.socket if unit else paths.socket_address(runtime_dir)
+    socket = config.socket or default_socket
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
-    longest = addresses.check_socket_path(str(complete.lane_socket))
-    problems.note((each.at(".runtime_dir") for each in longest), "runtime_dir")
-    problems.note(_of_socket(socket, expected), "socket", "runtime_dir")
-    problems.note(_too_little(config.max_memory_bytes), "max_memory_bytes")
-    problems.note(_too_often(config.accounting_interval), "accounting_interval")
-    problems.note(_too_short(config.max_job_s), "max_job_s")
-    problems.note(_of_metrics(config.metrics), "metrics")
+    path_errors = addresses.check_socket_path(str(complete.channel_socket))
+    problems.note((each.at(".runtime_dir") for each in path_errors), "runtime_dir")
+    problems.note(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
+    problems.note(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
+    problems.note(_check_accounting_interval(config.accounting_interval), "accounting_interval")
+    problems.note(_check_max_batch_time(config.max_job_s), "max_job_s")
+    problems.note(_check_metrics(config.metrics), "metrics")
     return complete
 
 
-def _of_socket(socket: str, expected: Sequence[str]) -> Iterator[FieldError]:
-    if not expected:
+def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[FieldError]:
+    if not allowed_sockets:
         yield from (each.at(".socket") for each in addresses.check_address(socket, paths.UNIX_SUFFIX))
-    elif socket not in expected:
-        text = f"expected {' or '.join(expected)}, where the service manager listens (weightd.socket), got {socket!r}"
+    elif socket not in allowed_sockets:
+        text = f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got {socket!r}"
         yield FieldError(text).at(".socket")
 
 
-def _of_metrics(address: str) -> Iterator[FieldError]:
+def _check_metrics(address: str) -> Iterator[FieldError]:
     if address:
         yield from (each.at(".metrics") for each in addresses.check_metrics_address(address))
 
 
-def _too_little(max_memory_bytes: int) -> Iterator[FieldError]:
-    if 0 < max_memory_bytes < _LEAST_MEMORY_BYTES:
-        expected = f"expected 0 or at least {_LEAST_MEMORY_BYTES}, got {max_memory_bytes}"
+def _check_max_memory(max_memory_bytes: int) -> Iterator[FieldError]:
+    if 0 < max_memory_bytes < _MIN_MEMORY_BYTES:
+        expected = f"expected 0 or at least {_MIN_MEMORY_BYTES}, got {max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
 
 
-def _too_short(max_job_s: float) -> Iterator[FieldError]:
-    if max_job_s < _LEAST_JOB_S:
-        yield FieldError(f"expected at least {_LEAST_JOB_S}, got {max_job_s:g}").at(".max_job_s")
+def _check_max_batch_time(max_job_s: float) -> Iterator[FieldError]:
+    if max_job_s < _MIN_BATCH_S:
+        yield FieldError(f"expected at least {_MIN_BATCH_S}, got {max_job_s:g}").at(".max_job_s")
 
 
-def _too_often(interval: float) -> Iterator[FieldError]:
+def _check_accounting_interval(interval: float) -> Iterator[FieldError]:
     if 0 < interval < 1:
         yield FieldError(f"expected 0 or at least 1, got {interval:g}").at(".accounting_interval")

@@ -32,30 +32,30 @@ def unit_of(path: Path) -> Unit | None:
     if path.resolve().parent != default_path().parent.resolve():
         return None
     name = path.stem
-    runtime_dir = _from_systemd("RUNTIME_DIRECTORY") or paths.SYSTEM_RUNTIME_DIR
+    runtime_dir = _systemd_dir("RUNTIME_DIRECTORY") or paths.SYSTEM_RUNTIME_DIR
     return Unit(
         "weightd.service" if name == "weightd" else f"weightd@{name}.service",
         runtime_dir,
-        _from_systemd("CACHE_DIRECTORY") or _SYSTEM_CACHE_DIR,
+        _systemd_dir("CACHE_DIRECTORY") or _SYSTEM_CACHE_DIR,
         f"ipc://{runtime_dir}/{name}.sock",
     )
 
 
 def default_path() -> Path:
     """Return the configuration of the service: in the directory that systemd gives, else where that would be."""
-    return Path(_from_systemd("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
+    return Path(_systemd_dir("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
 
 
 def default_runtime_dir() -> str:
     """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
-    return _from_systemd("RUNTIME_DIRECTORY") or paths.runtime_dir()
+    return _systemd_dir("RUNTIME_DIRECTORY") or paths.runtime_dir()
 
 
 def default_cache_dir() -> str:
     """Return the directory for snapshots and page stores where the configuration names none."""
-    given = _from_systemd("CACHE_DIRECTORY")
-    if given or os.getuid() == 0:
-        return given or _SYSTEM_CACHE_DIR
+    systemd_dir = _systemd_dir("CACHE_DIRECTORY")
+    if systemd_dir or os.getuid() == 0:
+        return systemd_dir or _SYSTEM_CACHE_DIR
     return paths.xdg_dir("XDG_CACHE_HOME") or _home_cache_dir()
 
 
@@ -66,5 +66,5 @@ def _home_cache_dir() -> str:
         return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
 
 
-def _from_systemd(variable: str) -> str:
+def _systemd_dir(variable: str) -> str:
     return os.environ.get(variable, "").split(":")[0]

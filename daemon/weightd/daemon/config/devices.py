@@ -56,18 +56,18 @@ def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
             if card_of(name) is None and not has_cores(name):
                 raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
             devices[name] = device = tables.read(DeviceConfig, table, problems)
-            problems.note(_of_cores(device) if has_cores(name) else _of_card(device), "cpus", "ip")
+            problems.note(_check_core_set(device) if has_cores(name) else _check_card(device), "cpus", "ip")
     return devices
 
 
-def _of_card(device: DeviceConfig) -> Iterator[FieldError]:
+def _check_card(device: DeviceConfig) -> Iterator[FieldError]:
     if device.cpus:
         yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
     if device.ip and not is_address(device.ip):
         yield FieldError(f'expected an address such as "192.168.1.8", got {shown(device.ip)}').at(".ip")
 
 
-def _of_cores(device: DeviceConfig) -> Iterator[FieldError]:
+def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
     for key in ("memory_mib", "processes", "ip"):
         if getattr(device, key) != getattr(DeviceConfig, key):
             yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.names import of_name
+from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, label, many, one_of, text
 from weightd.shared import tables
 from weightd.shared.tables import Problems, derived
 
 # The only engine that has them, from 2.1 on.
-_ENGINE = "mindspore_lite"
+_GROUP_ENGINE = "mindspore_lite"
 
 _NAME = text(limits.MAX_NAME_BYTES)
 
@@ -66,19 +66,19 @@ def read_groups(content: Any, names: Collection[str], problems: Problems) -> dic
     if type(content) is not dict:
         raise FieldError("expected tables [groups.NAME]")
     groups: dict[str, GroupConfig] = {}
-    owners: dict[str, str] = {}
+    group_by_model: dict[str, str] = {}
     for name, table in cast("dict[str, Any]", content).items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
-            problems.note(of_name("group", name))
+            problems.note(check_name("group", name))
             group = tables.read(GroupConfig, table, problems, section=f"groups.{name}")
-            problems.note(_of_members(group.models or (), name, names, owners), "models")
+            problems.note(_check_members(group.models or (), name, names, group_by_model), "models")
             if len(problems.errors) == before:
                 groups[name] = group
     return groups
 
 
-def as_member(config: ModelConfig) -> ModelConfig:
+def with_member_defaults(config: ModelConfig) -> ModelConfig:
     """Return a model of a group, as given, with what that says for its defaults: nobody takes a single one's place."""
     return dataclasses.replace(config, spares=config.spares or 0, sharing=config.sharing or "off")
 
@@ -99,12 +99,12 @@ def complete_groups(
             continue
         members = {each: models[each] for each in group.models}
         with problems.at(f".{label(name)}"):
-            problems.note(_of_group(group, members))
+            problems.note(_check_group(group, members))
         complete[name] = dataclasses.replace(group, devices=members[group.models[0]].devices)
     return complete
 
 
-def memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
+def with_memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
     """Return the models of groups that are complete, with the group of each."""
     members: dict[str, ModelConfig] = {}
     for name, group in groups.items():
@@ -115,8 +115,8 @@ def memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelCon
     return members
 
 
-def _of_members(
-    models: tuple[str, ...], group: str, names: Collection[str], owners: dict[str, str]
+def _check_members(
+    models: tuple[str, ...], group: str, names: Collection[str], group_by_model: dict[str, str]
 ) -> Iterator[FieldError]:
     if len(models) < 2:
         yield FieldError(f"expected at least two models, got {len(models)}").at(".models")
@@ -126,19 +126,19 @@ def _of_members(
             yield FieldError(f"{label(name)} is given twice").at(at)
         elif name not in names:
             yield FieldError(f"there is no model {label(name)}").at(at)
-        elif owners.setdefault(name, group) != group:
-            yield FieldError(f"{label(name)} is in the group {label(owners[name])} already").at(at)
+        elif group_by_model.setdefault(name, group) != group:
+            yield FieldError(f"{label(name)} is in the group {label(group_by_model[name])} already").at(at)
 
 
-def _of_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
-    first, *others = members.values()
+def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
+    first_model, *other_models = members.values()
     for index, (name, model) in enumerate(members.items()):
-        problem = _of_member(model, group)
+        problem = _member_problem(model, group)
         if problem:
             yield FieldError(f"{label(name)}: {problem}").at(f".models[{index}]")
     for key in ("devices", "python"):
-        for index, other in enumerate(others, 1):
-            theirs, own = getattr(other, key), getattr(first, key)
+        for index, other in enumerate(other_models, 1):
+            theirs, own = getattr(other, key), getattr(first_model, key)
             if theirs != own:
                 text = f"{label(group.models[index])}: expected the {key} of {label(group.models[0])}, {own}, for one "
                 yield FieldError(f"{text}process serves both; got {theirs}").at(f".models[{index}]")
@@ -147,12 +147,12 @@ def _of_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterato
         yield FieldError(text).at(".share")
 
 
-def _of_member(model: ModelConfig, group: GroupConfig) -> str:
+def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
     """Say why a model cannot be in a group; the reasons in the order in which one would mend them."""
     rows = model.batching.max_rows
     reasons = {
-        f"expected engine {_ENGINE}, which alone has groups, got {model.engine}": model.engine != _ENGINE,
-        "expected a model on cards: on the cpu there is nothing to share": not model.on_cards,
+        f"expected engine {_GROUP_ENGINE}, which alone has groups, got {model.engine}": model.engine != _GROUP_ENGINE,
+        "expected a model on cards: on the cpu there is nothing to share": not model.is_on_cards,
         "a model with ranks has groups of its own": model.ranks is not None,
         'provider "ge" shares in another way, which weightd does not serve': model.mindspore_lite.provider == "ge",
         f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",

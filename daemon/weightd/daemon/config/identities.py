@@ -19,7 +19,7 @@ T = TypeVar("T")
 OVERFLOW_ID = 65534
 
 # The one after it means none.
-_LAST_ID = 2**32 - 2
+_MAX_ID = 2**32 - 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,31 +36,31 @@ def look_up(
 ) -> Identities:
     """Return who these are; who is nobody is added to `problems`. `base`: the directory of the configuration."""
     return Identities(
-        _each(uids, user_id, "uids", problems),
-        _each(groups, group_id, "groups", problems),
-        _each(keys, lambda key: public_key(base / key), "keys", problems),
+        _look_up_all(uids, find_user_id, "uids", problems),
+        _look_up_all(groups, find_group_id, "groups", problems),
+        _look_up_all(keys, lambda key: read_public_key(base / key), "keys", problems),
     )
 
 
-def user_id(user: str) -> int:
+def find_user_id(user: str) -> int:
     """Return the number of a user.
 
     Raises:
         FieldError: there is none, or it is nobody's.
     """
-    return _number("user", user, lambda name: pwd.getpwnam(name).pw_uid)
+    return _find_account_id("user", user, lambda name: pwd.getpwnam(name).pw_uid)
 
 
-def group_id(group: str) -> int:
+def find_group_id(group: str) -> int:
     """Return the number of a group.
 
     Raises:
         FieldError: there is none, or it is nobody's.
     """
-    return _number("group", group, lambda name: grp.getgrnam(name).gr_gid)
+    return _find_account_id("group", group, lambda name: grp.getgrnam(name).gr_gid)
 
 
-def public_key(path: Path) -> str:
+def read_public_key(path: Path) -> str:
     """Return the key in a file, in Z85.
 
     Raises:
@@ -74,40 +74,40 @@ def public_key(path: Path) -> str:
         raise FieldError(text if text.isprintable() else ascii(text)[1:-1]) from None
 
 
-def _number(what: str, account: str, find: Callable[[str], int]) -> int:
+def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) -> int:
     if account.isascii() and account.isdigit():
         number = int(account)
     else:
         try:
-            number = find(account)
+            number = look_up_id(account)
         except (KeyError, ValueError, OSError):
-            raise FieldError(f"expected a {what} of this host, by name or number, got {got(account)}") from None
-    if number > _LAST_ID:
-        raise FieldError(f"expected the number of a {what}, 0 to {_LAST_ID}, got {got(account)}")
+            raise FieldError(f"expected a {kind} of this host, by name or number, got {got(account)}") from None
+    if number > _MAX_ID:
+        raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {got(account)}")
     if number == OVERFLOW_ID:
-        text = f"{OVERFLOW_ID} stands for each {what} that the kernel cannot name, as those that a namespace hides"
-        raise FieldError(f"expected another {what}, got {got(account)}: {text}")
+        text = f"{OVERFLOW_ID} stands for each {kind} that the kernel cannot name, as those that a namespace hides"
+        raise FieldError(f"expected another {kind}, got {got(account)}: {text}")
     return number
 
 
-def twice(owners: Mapping[str, Mapping[T, str]]) -> Iterator[tuple[str, FieldError]]:
+def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iterator[tuple[str, FieldError]]:
     """Yield each tenant that has somebody of an earlier one, with what to say; `owners`: who the tenants have."""
-    names: dict[T, str] = {}
-    for name, each in owners.items():
+    tenant_by_identity: dict[T, str] = {}
+    for name, each in identities_by_tenant.items():
         for who, spelling in each.items():
-            other = names.setdefault(who, name)
+            other = tenant_by_identity.setdefault(who, name)
             if other != name:
-                before = owners[other][who]
+                before = identities_by_tenant[other][who]
                 same = "" if before == spelling else f", as {got(before)}"
                 yield name, FieldError(f"{got(spelling)} is in tenant {label(other)} already{same}")
 
 
-def _each(given: Iterable[str], find: Callable[[str], T], key: str, problems: Problems) -> dict[T, str]:
+def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: Problems) -> dict[T, str]:
     found: dict[T, str] = {}
     errors: list[FieldError] = []
-    for index, each in enumerate(given):
+    for index, each in enumerate(names):
         try:
-            found.setdefault(find(each), each)
+            found.setdefault(look_up_one(each), each)
         except FieldError as error:
             errors.append(error.at(f"[{index}]").at(f".{key}"))
     problems.note(errors)

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from weightd.daemon.config import addresses
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.config.names import of_name
-from weightd.daemon.config.tenants import DEFAULT, TenantConfig
+from weightd.daemon.config.names import check_name
+from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, boolean, got, integer, label, many, one_of, text
 from weightd.shared import tables, tcp
@@ -22,15 +22,15 @@ from weightd.shared.tables import Problems, derived
 from weightd.shared.userpaths import user_path
 
 # The listener where no table names one, or the first of those that a service manager has opened.
-_DEFAULT = "default"
+_DEFAULT_NAME = "default"
 
-NONE, CURVE = SECURITIES = ("none", "curve")
+NONE, CURVE = SECURITY_MODES = ("none", "curve")
 
 _TCP = "tcp://"
 
-_MOST_COUNT = 2**31
+_MAX_COUNT = 2**31
 
-_STRANGERS = (
+_INSECURE_TCP_TEXT = (
     "over TCP without CURVE whoever reaches the port may ask, and whoever is on the way may read and change what is "
     "said"
 )
@@ -43,7 +43,7 @@ class ListenerConfig:
     address: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
     """Where its clients connect: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
 
-    security: str = field(default=NONE, metadata=one_of(SECURITIES))
+    security: str = field(default=NONE, metadata=one_of(SECURITY_MODES))
     """"curve": all is encrypted, and clients have to prove that they have a key of a tenant's `keys`."""
 
     key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
@@ -55,7 +55,7 @@ class ListenerConfig:
     tenants: tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
     """The tenants for which it is; others are refused there. None: all."""
 
-    max_connections: int = field(default=0, metadata=integer(0, _MOST_COUNT))
+    max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Clients that may be connected there. 0: as many as there are descriptors for."""
 
     secret: str = field(default="", repr=False, metadata=derived(text(KEY_CHARACTERS, empty=True)))
@@ -67,7 +67,7 @@ def read_listeners(
     daemon: DaemonConfig,
     tenants: Mapping[str, TenantConfig],
     base: Path,
-    listening: Sequence[str],
+    listen_addresses: Sequence[str],
     problems: Problems,
 ) -> Mapping[str, ListenerConfig]:
     """Return the listeners by name; what is wrong is added to `problems`.
@@ -85,34 +85,34 @@ def read_listeners(
     """
     if type(content) is not dict:
         raise FieldError("expected tables [listeners.NAME]")
-    given = cast("dict[str, Any]", content)
-    if len(given) > limits.MAX_LISTENERS:
-        raise FieldError(f"expected at most {limits.MAX_LISTENERS} listeners, got {len(given)}")
+    listener_tables = cast("dict[str, Any]", content)
+    if len(listener_tables) > limits.MAX_LISTENERS:
+        raise FieldError(f"expected at most {limits.MAX_LISTENERS} listeners, got {len(listener_tables)}")
     listeners: dict[str, ListenerConfig] = {}
-    before = len(problems.errors)
-    for name, table in given.items():
+    error_count = len(problems.errors)
+    for name, table in listener_tables.items():
         with problems.at(f".{label(name)}"):
-            problems.note(of_name("listener", name))
+            problems.note(check_name("listener", name))
             listener = tables.read(ListenerConfig, table, problems, section=f"listeners.{name}")
             # It is None where it is missing.
             problems.note((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
-            problems.note(_of_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
-            problems.note(_of_tenants(listener, tenants), "tenants")
-            listeners[name] = _with_secret(listener, base, problems)
-    if given and len(problems.errors) == before:
-        problems.note(_of_all(listeners, listening))
-    return listeners or _without_tables(daemon, listening, problems)
+            problems.note(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
+            problems.note(_check_tenants(listener, tenants), "tenants")
+            listeners[name] = _with_secret_key(listener, base, problems)
+    if listener_tables and len(problems.errors) == error_count:
+        problems.note(_check_all_listeners(listeners, listen_addresses))
+    return listeners or _default_listeners(daemon, listen_addresses, problems)
 
 
-def keys_of(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
+def allowed_keys(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
     """Return the public keys in Z85 that may connect to a listener with "curve"; None for any."""
-    admitted = {name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants}
-    if DEFAULT in admitted:
+    admitted_tenants = {name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants}
+    if DEFAULT_TENANT_NAME in admitted_tenants:
         return None
-    return tuple(key for tenant in admitted.values() for key in tenant.public_keys)
+    return tuple(key for tenant in admitted_tenants.values() for key in tenant.public_keys)
 
 
-def _of_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
+def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
     is_tcp = (listener.address or "").startswith(_TCP)
     if listener.security == CURVE:
         if not listener.key:
@@ -127,27 +127,27 @@ def _of_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) 
             yield FieldError('expected false with security = "curve"').at(".insecure")
         if not is_tcp:
             yield FieldError('expected "none" for ipc://: the kernel tells who connects there').at(".security")
-        if keys_of(listener, tenants) == ():
-            nobody = "nobody could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
-            yield FieldError(nobody).at(".security")
+        if allowed_keys(listener, tenants) == ():
+            text = "nobody could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
+            yield FieldError(text).at(".security")
     else:
         if listener.key:
             yield FieldError('expected none without security = "curve"').at(".key")
         if is_tcp and not listener.insecure:
-            yield FieldError(f'missing: expected security = "curve" with a key, or insecure = true: {_STRANGERS}').at(
+            yield FieldError(f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}').at(
                 ".insecure"
             )
         if listener.insecure and not is_tcp:
             yield FieldError("expected false for ipc://: the kernel tells who connects there").at(".insecure")
 
 
-def _of_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
+def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
     for index, each in enumerate(listener.tenants):
         if each not in tenants:
             yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".tenants")
 
 
-def _with_secret(listener: ListenerConfig, base: Path, problems: Problems) -> ListenerConfig:
+def _with_secret_key(listener: ListenerConfig, base: Path, problems: Problems) -> ListenerConfig:
     if listener.security != CURVE or not listener.key:
         return listener
     path = (base / listener.key).absolute()
@@ -159,29 +159,29 @@ def _with_secret(listener: ListenerConfig, base: Path, problems: Problems) -> Li
     return dataclasses.replace(listener, key=str(path), secret=secret)
 
 
-def _of_all(listeners: Mapping[str, ListenerConfig], listening: Sequence[str]) -> Iterator[FieldError]:
-    names: dict[str, str] = {}
+def _check_all_listeners(listeners: Mapping[str, ListenerConfig], listen_addresses: Sequence[str]) -> Iterator[FieldError]:
+    name_by_address: dict[str, str] = {}
     for name, listener in listeners.items():
-        other = names.setdefault(addresses.normalize(listener.address), name)
+        other = name_by_address.setdefault(addresses.normalize(listener.address), name)
         if other != name:
             text = f"listener {other} has the address {listener.address!r} already"
             yield FieldError(text).at(f".{label(name)}.address")
-    known = {listener.address for listener in listeners.values()}
-    for address in addresses.zmq_addresses(listening):
-        if address not in known:
+    configured_addresses = {listener.address for listener in listeners.values()}
+    for address in addresses.zmq_addresses(listen_addresses):
+        if address not in configured_addresses:
             # Who connects there would wait for ever.
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
 
 
-def _without_tables(daemon: DaemonConfig, listening: Sequence[str], problems: Problems) -> Mapping[str, ListenerConfig]:
-    open_already = sorted(addresses.zmq_addresses(listening), key=lambda each: each != daemon.socket)
-    if not listening:
-        open_already = [daemon.socket]
-    for address in open_already:
+def _default_listeners(daemon: DaemonConfig, listen_addresses: Sequence[str], problems: Problems) -> Mapping[str, ListenerConfig]:
+    passed_addresses = sorted(addresses.zmq_addresses(listen_addresses), key=lambda each: each != daemon.socket)
+    if not listen_addresses:
+        passed_addresses = [daemon.socket]
+    for address in passed_addresses:
         if tcp.is_address(address):
             table = (
                 f'a table [listeners.NAME] with address = "{address}" that has security = "curve", or insecure = true'
             )
-            problems.note([FieldError(f"expected {table}: {_STRANGERS}")])
-    names = (f"{_DEFAULT}-{number}" if number > 1 else _DEFAULT for number in itertools.count(1))
-    return {name: ListenerConfig(address) for name, address in zip(names, open_already, strict=False)}
+            problems.note([FieldError(f"expected {table}: {_INSECURE_TCP_TEXT}")])
+    names = (f"{_DEFAULT_NAME}-{number}" if number > 1 else _DEFAULT_NAME for number in itertools.count(1))
+    return {name: ListenerConfig(address) for name, address in zip(names, passed_addresses, strict=False)}

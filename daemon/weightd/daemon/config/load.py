@@ -12,9 +12,9 @@ from weightd.daemon.config import rankrules
 from weightd.daemon.config.daemon import DaemonConfig, complete_daemon
 from weightd.daemon.config.defaults import Unit
 from weightd.daemon.config.devices import DeviceConfig, read_devices
-from weightd.daemon.config.groups import GroupConfig, as_member, complete_groups, memberships, read_groups
+from weightd.daemon.config.groups import GroupConfig, with_member_defaults, complete_groups, with_memberships, read_groups
 from weightd.daemon.config.listeners import ListenerConfig, read_listeners
-from weightd.daemon.config.model import LOADING, ModelConfig, complete_model
+from weightd.daemon.config.model import LOAD_KEYS, ModelConfig, complete_model
 from weightd.daemon.config.tenants import TenantConfig, read_tenants
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
@@ -78,7 +78,7 @@ class Examined(NamedTuple):
     problems: list[str]
 
 
-def load(path: Path, listening: Sequence[str] = ()) -> Config:
+def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
     """Read the configuration at `path`.
 
     Args:
@@ -88,18 +88,18 @@ def load(path: Path, listening: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: it is unreadable, not TOML, or says something that it must not.
     """
-    return load_text(read(path), path, listening)
+    return load_text(read_text(path), path, listen_addresses)
 
 
-def load_text(text: str, path: Path, listening: Sequence[str] = ()) -> Config:
+def load_text(text: str, path: Path, listen_addresses: Sequence[str] = ()) -> Config:
     """Return the configuration that a text is; it is, or was, that of the file at `path`. See `load`."""
-    examined = _examine(text, path, listening)
-    if examined.problems:
-        raise ConfigError(*examined.problems)
-    return examined.config
+    checked = _check_text(text, path, listen_addresses)
+    if checked.problems:
+        raise ConfigError(*checked.problems)
+    return checked.config
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a configuration file.
 
     Raises:
@@ -114,7 +114,7 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: not TOML: {error}") from None
 
 
-def examine(path: Path, unit: Unit | None = None) -> Examined:
+def check_config(path: Path, unit: Unit | None = None) -> Examined:
     """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
 
     Defaults are those of `unit`, if there is one.
@@ -122,32 +122,32 @@ def examine(path: Path, unit: Unit | None = None) -> Examined:
     Raises:
         ConfigError: it is unreadable, or not TOML.
     """
-    return _examine(read(path), path, (), unit)
+    return _check_text(read_text(path), path, (), unit)
 
 
-def _examine(text: str, path: Path, listening: Sequence[str], unit: Unit | None = None) -> Examined:
+def _check_text(text: str, path: Path, listen_addresses: Sequence[str], unit: Unit | None = None) -> Examined:
     try:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    config, loadable, problems = _parse(content, path.resolve().parent, listening, unit)
+    config, loadable, problems = _parse_tables(content, path.resolve().parent, listen_addresses, unit)
     return Examined(config, loadable, [f"{path}: {error}" for error in problems.errors])
 
 
-def parse(content: Mapping[str, Any], base: Path, listening: Sequence[str] = ()) -> Config:
+def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str] = ()) -> Config:
     """Return the configuration of parsed TOML; relative paths are relative to `base`. `listening`: see `load`.
 
     Raises:
         ConfigError: the texts name key and expectation.
     """
-    config, _, problems = _parse(content, base, listening)
+    config, _, problems = _parse_tables(content, base, listen_addresses)
     if problems.errors:
         raise ConfigError(*map(str, problems.errors))
     return config
 
 
-def _parse(
-    content: Mapping[str, Any], base: Path, listening: Sequence[str], unit: Unit | None = None
+def _parse_tables(
+    content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str], unit: Unit | None = None
 ) -> tuple[Config, dict[str, ModelConfig], Problems]:
     problems = Problems()
     daemon = DaemonConfig()
@@ -162,11 +162,11 @@ def _parse(
             problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".daemon"):
         daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
-        daemon = complete_daemon(daemon, base, listening, problems, unit)
+        daemon = complete_daemon(daemon, base, listen_addresses, problems, unit)
     with problems.at(".tenants"):
         tenants = read_tenants(content.get("tenants", {}), base, problems)
     with problems.at(".listeners"):
-        listeners = read_listeners(content.get("listeners", {}), daemon, tenants, base, listening, problems)
+        listeners = read_listeners(content.get("listeners", {}), daemon, tenants, base, listen_addresses, problems)
     with problems.at(".devices"):
         devices = read_devices(content.get("devices", {}), problems)
     with problems.at(".groups"):
@@ -175,15 +175,15 @@ def _parse(
         groups = read_groups(content.get("groups", {}), names, problems)
     with problems.at(".models"):
         members = {name for group in groups.values() for name in group.models}
-        models, loadable = _models(content.get("models"), devices, members, base, problems)
+        models, loadable = _read_models(content.get("models"), devices, members, base, problems)
     with problems.at(".groups"):
         groups = complete_groups(groups, models, problems)
-    models.update(memberships(groups, models))
+    models.update(with_memberships(groups, models))
     return Config(daemon, models, devices, listeners, groups, tenants), loadable, problems
 
 
-def _models(
-    content: Any, devices: Mapping[str, DeviceConfig], members: Collection[str], base: Path, problems: Problems
+def _read_models(
+    content: Any, devices: Mapping[str, DeviceConfig], group_members: Collection[str], base: Path, problems: Problems
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
     """Return the models that are good, and those that are `loadable`; `members` are those of groups."""
     if type(content) is not dict or not content:
@@ -191,19 +191,19 @@ def _models(
     models = cast("dict[str, Any]", content)
     if len(models) > limits.MAX_MODELS:
         raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}")
-    good: dict[str, ModelConfig] = {}
+    valid: dict[str, ModelConfig] = {}
     loadable: dict[str, ModelConfig] = {}
     for name, table in models.items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
             model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
-            model = as_member(model) if name in members else model
-            model = rankrules.with_ranks(model, devices, base, problems)
+            model = with_member_defaults(model) if name in group_members else model
+            model = rankrules.with_rank_defaults(model, devices, base, problems)
             model = complete_model(name, model, devices, base, problems)
-            model = rankrules.checked(model, problems)
-            if problems.wrong().isdisjoint(LOADING):
+            model = rankrules.apply_rank_rules(model, problems)
+            if problems.wrong().isdisjoint(LOAD_KEYS):
                 loadable[name] = model
             if len(problems.errors) == before:
-                good[name] = model
-    problems.note(rankrules.of_cards(good))
-    return good, loadable
+                valid[name] = model
+    problems.note(rankrules.check_card_ports(valid))
+    return valid, loadable

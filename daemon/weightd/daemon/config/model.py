@@ -14,7 +14,7 @@ from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.config.canary import SelfTestSetting
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.config.membership import Membership
-from weightd.daemon.config.names import of_name
+from weightd.daemon.config.names import check_name
 from weightd.daemon.config.policies import Policy
 from weightd.daemon.config.ranks import MINDSPORE_LITE, Ranks
 from weightd.daemon.engines import ENGINES, ascend, engine_for
@@ -28,10 +28,10 @@ from weightd.shared.tables import MAX_SECONDS, Problems, derived
 from weightd.shared.userpaths import user_path
 
 # What tells what is done with requests, and of what is loaded only what has to be tested there.
-_OF_REQUESTS = ("batching", "split", "default_priority")
+_REQUEST_KEYS = ("batching", "split", "default_priority")
 
 # What tells which files and which interpreter a model is loaded with.
-LOADING = ("path", "engine", "python", "devices", "sharing", "canary", "ranks", *ENGINES)
+LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "canary", "ranks", *ENGINES)
 
 
 @dataclass(frozen=True)
@@ -143,66 +143,66 @@ class ModelConfig:
     """The group whose process serves it, if it is of one."""
 
     @property
-    def on_cards(self) -> bool:
+    def is_on_cards(self) -> bool:
         """Whether the model runs on cards, all of it: a mixture is refused."""
         return not all(map(is_cpu, self.devices))
 
     @property
-    def groups(self) -> Mapping[str, tuple[str, ...]]:
+    def devices_by_weight_copy(self) -> Mapping[str, tuple[str, ...]]:
         """The devices that have a copy of the weights together, by the name of the device where that lies."""
-        if self.on_cards or self.copies == "each" or len(self.devices) == 1:
+        if self.is_on_cards or self.copies == "each" or len(self.devices) == 1:
             return {each: (each,) for each in self.devices}
         return {CPU: self.devices}
 
     @property
-    def rows(self) -> int:
+    def max_batch_rows(self) -> int:
         """The most rows of a predict that weightd itself makes of requests; 1: it makes none."""
         return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
 
     @property
-    def concurrency(self) -> int:
+    def max_concurrency(self) -> int:
         """How many predicts of it can run at once."""
         if self.ranks is not None:
             return max(1, len(self.ranks.groups))
         return len(self.devices) * (self.workers if self.group is None else 1)
 
     @property
-    def level(self) -> int:
+    def default_level(self) -> int:
         """The priority of a request that names none."""
         return self.default_priority or (self.priority_levels + 1) // 2
 
     def cores_of(self, device: str) -> str:
         """Return the cores of a set of cores, or of all its sets for the CPU; "": those that weightd itself has."""
-        own = dict(zip(self.devices, self.cores, strict=False))
-        return own.get(device, ",".join(self.cores))
+        cores_by_device = dict(zip(self.devices, self.cores, strict=False))
+        return cores_by_device.get(device, ",".join(self.cores))
 
     @property
-    def forks(self) -> bool:
+    def can_fork(self) -> bool:
         """Whether processes are forked of one that has loaded the engine: ranks are of no template."""
-        return self.start == "fork" and not self.on_cards and self.ranks is None
+        return self.start == "fork" and not self.is_on_cards and self.ranks is None
 
     @property
-    def forks_built(self) -> bool:
+    def can_fork_from_holder(self) -> bool:
         """Whether workers may be forked of the process that has built the model."""
-        return self.forks and self.sharing != "off" and self.threads <= self.spec.template_threads
+        return self.can_fork and self.sharing != "off" and self.threads <= self.engine_spec.template_threads
 
-    def loads_as(self, other: ModelConfig) -> bool:
+    def has_same_load(self, other: ModelConfig) -> bool:
         """Whether it has the same loaded as the other one, but for what is tested of rows."""
-        same: Any = {key: getattr(other, key) for key in _OF_REQUESTS}
-        return dataclasses.replace(self, **same) == other
+        request_settings: Any = {key: getattr(other, key) for key in _REQUEST_KEYS}
+        return dataclasses.replace(self, **request_settings) == other
 
     @property
-    def spec(self) -> EngineSpec:
+    def engine_spec(self) -> EngineSpec:
         """What is known of its engine."""
         return ENGINES[self.engine]
 
     @property
-    def options(self) -> EngineOptions:
+    def engine_options(self) -> EngineOptions:
         """What its engine is told."""
-        return self.engine_tables.get(self.engine, EngineOptions())
+        return self.options_by_engine.get(self.engine, EngineOptions())
 
     @property
-    def engine_tables(self) -> Mapping[str, EngineOptions]:
+    def options_by_engine(self) -> Mapping[str, EngineOptions]:
         """The options for each engine that has some, by its name."""
         return {"mindspore_lite": self.mindspore_lite}
 
@@ -215,51 +215,51 @@ def complete_model(
     `devices` are the tables of those that have one. Ranks and groups have filled in what they say for its defaults.
     """
     config = dataclasses.replace(config, sharing=config.sharing or "on")
-    problems.note(of_name("model", name))
-    problems.note(_named(config, _of_tables(config, devices)), "devices", "ranks")
+    problems.note(check_name("model", name))
+    problems.note(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
-        problems.note(_named(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
-    sample = canary_config.sample(config.canary)
+        problems.note(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
+    inputs_path = canary_config.inputs_path(config.canary)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
         config,
         path=str(base / (config.path or "")),  # None where it is missing
-        engine=engine_of(config),
+        engine=engine_name(config),
         python=python,
-        spares=_spares(config),
+        spares=_spare_count(config),
         batching=config.batching.fill_defaults(),
         cores=tuple(
             cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
         mindspore_lite=config.mindspore_lite.complete(base),
-        canary=str(base / sample) if sample else config.canary,
+        canary=str(base / inputs_path) if inputs_path else config.canary,
     )
 
 
 # --- Which keys of a model go together ----------------------------------------------------------------------------
 
 
-def engine_of(config: ModelConfig) -> str:
+def engine_name(config: ModelConfig) -> str:
     """Return the engine that a model is given, or that its file's suffix tells; "" where it tells none."""
     return config.engine or engine_for(Path(config.path or "").suffix)
 
 
-def _spares(config: ModelConfig) -> int:
+def _spare_count(config: ModelConfig) -> int:
     if config.spares is not None or config.ranks is not None:
         return config.spares or 0
-    return ascend.SPARES if config.on_cards else 0
+    return ascend.SPARES if config.is_on_cards else 0
 
 
-def _named(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
+def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
     """Where there are ranks, the devices are theirs."""
     for error in errors:
         theirs = config.ranks is not None and error.path.startswith(".devices")
         yield FieldError(error.problem).at(".ranks.devices") if theirs else error
 
 
-def _of_path(config: ModelConfig) -> Iterator[FieldError]:
-    engine, suffix = engine_of(config), Path(config.path).suffix
+def _check_path(config: ModelConfig) -> Iterator[FieldError]:
+    engine, suffix = engine_name(config), Path(config.path).suffix
     expected = ""
     if not engine:
         expected = f"a file that ends in {' or '.join(dict.fromkeys(each.suffix for each in ENGINES.values()))}"
@@ -269,30 +269,30 @@ def _of_path(config: ModelConfig) -> Iterator[FieldError]:
         yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
 
 
-def _of_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig]) -> Iterator[FieldError]:
-    owners: dict[int, str] = {}
+def _check_core_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig]) -> Iterator[FieldError]:
+    device_by_core: dict[int, str] = {}
     for index, device in enumerate(config.devices):
         if not has_cores(device):
             continue
         if device not in devices:
             yield FieldError(f'expected a table [devices."{device}"] that gives its cpus').at(f".devices[{index}]")
             continue
-        common = sorted(core for core in devices[device].cores if owners.setdefault(core, device) != device)
+        common = sorted(core for core in devices[device].cores if device_by_core.setdefault(core, device) != device)
         if common:
-            text = f"{device} and {owners[common[0]]} have cores in common: {cores.listed(common)}"
+            text = f"{device} and {device_by_core[common[0]]} have cores in common: {cores.listed(common)}"
             yield FieldError(text).at(f".devices[{index}]")
 
 
-def _of_devices(config: ModelConfig) -> Iterator[FieldError]:
+def _check_devices(config: ModelConfig) -> Iterator[FieldError]:
     if not config.devices:
         yield FieldError("expected at least one device").at(".devices")
     for index, device in enumerate(config.devices):
-        problem = _of_device(device, config.devices)
+        problem = _device_problem(device, config.devices)
         if problem and config.devices.index(device) == index:
             yield FieldError(problem).at(f".devices[{index}]")
 
 
-def _of_device(device: str, devices: Sequence[str]) -> str:
+def _device_problem(device: str, devices: Sequence[str]) -> str:
     if not is_cpu(device) and card_of(device) is None:
         return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}'
     if devices.count(device) > 1:
@@ -304,24 +304,24 @@ def _of_device(device: str, devices: Sequence[str]) -> str:
     return ""
 
 
-def _of_copies(config: ModelConfig) -> Iterator[FieldError]:
+def _check_copies(config: ModelConfig) -> Iterator[FieldError]:
     if config.copies == "each" and not all(map(has_cores, config.devices)):
         yield FieldError('it has no effect but on sets of cores such as "cpu:0"').at(".copies")
 
 
-def _of_priority(config: ModelConfig) -> Iterator[FieldError]:
+def _check_priority(config: ModelConfig) -> Iterator[FieldError]:
     if config.default_priority > config.priority_levels:
         expected = f"expected at most priority_levels, {config.priority_levels}, got {config.default_priority}"
         yield FieldError(expected).at(".default_priority")
 
 
-def _of_rows(config: ModelConfig) -> Iterator[FieldError]:
-    yield from (error.at(".batching") for error in config.batching.problems(is_on_cards=config.on_cards))
+def _check_batching(config: ModelConfig) -> Iterator[FieldError]:
+    yield from (error.at(".batching") for error in config.batching.problems(is_on_cards=config.is_on_cards))
     yield from (error.at(".split") for error in config.split.problems(config.batching))
 
 
-def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
-    engine = engine_of(config)
+def _check_engine(config: ModelConfig) -> Iterator[FieldError]:
+    engine = engine_name(config)
     if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].ranks_only):
         expected = f"expected mindspore, or on cards mindspore_lite: engine {engine} has no ranks"
         yield FieldError(expected).at(".engine")
@@ -336,30 +336,30 @@ def _of_engine(config: ModelConfig) -> Iterator[FieldError]:
             return
 
 
-def _of_options(config: ModelConfig) -> Iterator[FieldError]:
-    engine = engine_of(config)
-    for name, options in config.engine_tables.items():
+def _check_engine_options(config: ModelConfig) -> Iterator[FieldError]:
+    engine = engine_name(config)
+    for name, options in config.options_by_engine.items():
         if name == engine:
             yield from (error.at(f".{name}") for error in options.problems(config.devices, config.sharing))
         elif options != type(options)():
             yield FieldError(f"the model's engine is {engine}").at(f".{name}")
 
 
-def _of_number(config: ModelConfig) -> Iterator[FieldError]:
-    together = max(map(len, config.groups.values()), default=1)
-    count = (config.workers + _spares(config)) * together
+def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
+    max_devices_per_copy = max(map(len, config.devices_by_weight_copy.values()), default=1)
+    count = (config.workers + _spare_count(config)) * max_devices_per_copy
     if count > limits.MAX_PIDS:
-        on = f" on {together} sets of cores" if together > 1 else ""
+        on = f" on {max_devices_per_copy} sets of cores" if max_devices_per_copy > 1 else ""
         yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares{on}, got {count}").at(".spares")
 
 
-def _of_canary(config: ModelConfig) -> Iterator[FieldError]:
+def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
     if config.canary != canary_config.OFF:
         return
     for key in ("canary_tolerance", "canary_interval"):
         if getattr(config, key):
             yield FieldError('it has no effect with canary = "off"').at(f".{key}")
-    if config.on_cards and config.sharing == "on":
+    if config.is_on_cards and config.sharing == "on":
         reason = "on a card nothing else shows that an attach has left the weights right"
         yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".canary")
 
@@ -368,13 +368,13 @@ _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
 # A rule is asked if the keys that it reads are right by themselves, and by the rules before it.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
-    (("path", "engine"), _of_path),
-    (("devices",), _of_devices),
-    (("path", "engine", "devices"), _of_engine),
-    (("path", "engine", "devices", "sharing", *ENGINES), _of_options),
-    (("devices", "copies"), _of_copies),
-    (("workers", "spares", "devices", "copies"), _of_number),
-    (("priority_levels", "default_priority"), _of_priority),
-    (("batching", "split", "devices"), _of_rows),
-    (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _of_canary),
+    (("path", "engine"), _check_path),
+    (("devices",), _check_devices),
+    (("path", "engine", "devices"), _check_engine),
+    (("path", "engine", "devices", "sharing", *ENGINES), _check_engine_options),
+    (("devices", "copies"), _check_copies),
+    (("workers", "spares", "devices", "copies"), _check_process_count),
+    (("priority_levels", "default_priority"), _check_priority),
+    (("batching", "split", "devices"), _check_batching),
+    (("canary", "canary_tolerance", "canary_interval", "devices", "sharing"), _check_selftest),
 )

@@ -12,23 +12,23 @@ from pathlib import Path
 
 from weightd.daemon.config import canary as canary_config
 from weightd.daemon.config.devices import DeviceConfig
-from weightd.daemon.config.model import ModelConfig, engine_of
+from weightd.daemon.config.model import ModelConfig, engine_name
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.config.ranks import GROUP, MINDSPORE_LITE, RANK, Ranks, complete_ranks
+from weightd.daemon.config.ranks import GROUP_PLACEHOLDER, MINDSPORE_LITE, RANK_PLACEHOLDER, Ranks, complete_ranks
 from weightd.daemon.engines import ranktable
 from weightd.protocol.schema import FieldError, label
 from weightd.shared.devices import card_of
 from weightd.shared.tables import Problems
 
 # HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
-_LEAST_CONNECT_S = 120
+_MIN_CONNECT_TIMEOUT_S = 120
 
 # HCCL_EXEC_TIMEOUT: 910 and 310P count in steps of so much and round down. Which card it is, no file says, so what is
 # sure on each counts: refusing other numbers would forbid them where cards take them as they are.
-EXEC_STEP_S = 68
+EXEC_TIMEOUT_STEP_S = 68
 
 
-def with_ranks(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems) -> ModelConfig:
+def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: Problems) -> ModelConfig:
     """Return a model as given with what its table of ranks, if it has one, says for its other keys.
 
     The arguments are those of `complete_model`, which comes after this.
@@ -40,11 +40,11 @@ def with_ranks(config: ModelConfig, devices: Mapping[str, DeviceConfig], base: P
         problems.note([FieldError(text).at(".devices")], "devices")
     problems.note((error.at(".ranks") for error in config.ranks.problems()), "ranks")
     path = str(base / (config.path or ""))
-    ranks = complete_ranks(config.ranks, engine_of(config), path, base, devices)
-    return dataclasses.replace(config, ranks=ranks, devices=ranks.together, sharing=config.sharing or "off")
+    ranks = complete_ranks(config.ranks, engine_name(config), path, base, devices)
+    return dataclasses.replace(config, ranks=ranks, devices=ranks.all_devices, sharing=config.sharing or "off")
 
 
-def checked(config: ModelConfig, problems: Problems) -> ModelConfig:
+def apply_rank_rules(config: ModelConfig, problems: Problems) -> ModelConfig:
     """Return a complete model as its ranks are to load it; what does not go together is added to `problems`."""
     if config.ranks is None:
         return config
@@ -56,20 +56,20 @@ def checked(config: ModelConfig, problems: Problems) -> ModelConfig:
     return dataclasses.replace(config, mindspore_lite=dataclasses.replace(config.mindspore_lite, provider="ge"))
 
 
-def of_cards(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
+def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
     """Yield an error for each model whose ranks meet those of another one on a card: each port has one process.
 
     Which ports the table of a file names, only `weightd check` sees.
     """
-    owners: dict[tuple[str, int], str] = {}
+    port_owners: dict[tuple[str, int], str] = {}
     for name, model in models.items():
-        if model.ranks is None or not (model.ranks.generates or engine_of(model) != MINDSPORE_LITE):
+        if model.ranks is None or not (model.ranks.is_table_generated or engine_name(model) != MINDSPORE_LITE):
             continue
-        for device in model.ranks.together:
+        for device in model.ranks.all_devices:
             if card_of(device) is None:
                 continue
             for port in model.ranks.device_ports or (ranktable.DEFAULT_PORT,):
-                other = owners.setdefault((device, port), name)
+                other = port_owners.setdefault((device, port), name)
                 if other != name:
                     text = f"on {device} the ranks of {label(other)} have port {port} already; set other device_ports"
                     yield FieldError(text).at(f".{label(name)}.ranks.devices")
@@ -79,32 +79,32 @@ def of_cards(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
 # --- Which keys of a model go together -------------------------------------------------------------------------------
 
 
-def _of_path(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_path(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del ranks
-    if RANK not in config.path:
-        yield FieldError(f"expected {RANK} in it, which stands for 0, 1 and so on: each rank has a file of its own").at(
+    if RANK_PLACEHOLDER not in config.path:
+        yield FieldError(f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own").at(
             ".path"
         )
 
 
-def _of_engine(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
-    if config.engine == MINDSPORE_LITE and not ranks.on_cards:
+def _check_engine(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+    if config.engine == MINDSPORE_LITE and not ranks.is_on_cards:
         yield FieldError(f"expected mindspore on the cpu: {MINDSPORE_LITE} has ranks on cards only").at(".engine")
 
 
-def _of_life(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_processes(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     if config.workers != 1:
         yield FieldError(f"expected 1: a group has one process for each rank, got {config.workers}").at(".workers")
     if config.spares:
         yield FieldError(f"expected 0: ranks are replaced all together, got {config.spares}").at(".spares")
     if config.start != "fork":
         yield FieldError("it has no effect: each rank has an interpreter of its own anyway").at(".start")
-    if config.policy == Policy.OVERLAP.value and not ranks.fits_beside:
+    if config.policy == Policy.OVERLAP.value and not ranks.can_overlap:
         text = "a card has one process of a group on each port: set two device_ports, or another policy"
         yield FieldError(text).at(".policy")
 
 
-def _of_weights(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_weights(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del ranks
     if config.sharing != "off":
         reason = "each rank has a slice of its own, which no other process has"
@@ -115,16 +115,16 @@ def _of_weights(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError("it has no effect on ranks: no process holds weights for others").at(".holder_loss")
 
 
-def _of_options(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_engine_options(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del ranks
     if config.mindspore_lite.variable_weights:
         text = "a model whose weights can be changed has no ranks: the graph engine does not run it"
         yield FieldError(text).at(".mindspore_lite.variable_weights")
 
 
-def _of_canary(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_selftest(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del ranks
-    if not canary_config.sample(config.canary):
+    if not canary_config.inputs_path(config.canary):
         reason = "ranks that have the same wrong slice agree on a wrong answer"
         yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
             ".canary"
@@ -134,73 +134,73 @@ def _of_canary(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
         yield FieldError(text).at(".canary_interval")
 
 
-def _of_rows(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_batching(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     if config.batching.sizes:
         text = "only a model that was converted for a card has sizes; that of a rank is the exported one"
         yield FieldError(text).at(".batching.sizes")
-    if ranks.reply_rank is None and config.rows > 1:
+    if ranks.reply_rank is None and config.max_batch_rows > 1:
         key = ".batching.max_rows" if config.batching.max_rows > 1 else ".split.part_rows"
         yield FieldError('rows have no place of their own in outputs that are joined; reply is "concat"').at(key)
 
 
-def _of_reply(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_reply(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del config
     if ranks.reply_rank is not None and ranks.reply_rank >= ranks.size:
         expected = f"expected a rank, 0 to {ranks.size - 1}"
         yield FieldError(f"{expected}, got {ranks.reply_rank}").at(".ranks.reply")
 
 
-def _of_time(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
-    if ranks.on_cards and ranks.connect_timeout < _LEAST_CONNECT_S:
-        text = f"expected at least {_LEAST_CONNECT_S} on cards, whose library refuses less, got {ranks.connect_timeout}"
+def _check_timeouts(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+    if ranks.is_on_cards and ranks.connect_timeout < _MIN_CONNECT_TIMEOUT_S:
+        text = f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got {ranks.connect_timeout}"
         yield FieldError(text).at(".ranks.connect_timeout")
-    waits = ranks.exec_timeout
-    if ranks.on_cards:
-        waits -= waits % EXEC_STEP_S
-    if not waits:
-        yield FieldError(f"expected at least {EXEC_STEP_S} on cards, got {ranks.exec_timeout}").at(
+    effective_timeout_s = ranks.exec_timeout
+    if ranks.is_on_cards:
+        effective_timeout_s -= effective_timeout_s % EXEC_TIMEOUT_STEP_S
+    if not effective_timeout_s:
+        yield FieldError(f"expected at least {EXEC_TIMEOUT_STEP_S} on cards, got {ranks.exec_timeout}").at(
             ".ranks.exec_timeout"
         )
-    elif config.predict_timeout >= waits:
-        rounded = f", which some cards take for {waits}" if waits != ranks.exec_timeout else ""
+    elif config.predict_timeout >= effective_timeout_s:
+        rounded = f", which some cards take for {effective_timeout_s}" if effective_timeout_s != ranks.exec_timeout else ""
         reason = "weightd has to see first that a rank hangs"
         text = f"expected less than ranks.exec_timeout, {ranks.exec_timeout}{rounded}: {reason}; got "
         yield FieldError(f"{text}{config.predict_timeout:g}").at(".predict_timeout")
 
 
-def _of_table(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_rank_table(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     for key in ("rank_table", "group_info_file"):
-        if getattr(ranks, key) and not ranks.on_cards:
+        if getattr(ranks, key) and not ranks.is_on_cards:
             yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
         elif getattr(ranks, key) and config.engine != MINDSPORE_LITE:
             yield FieldError(f"only {MINDSPORE_LITE} reads it, the engine is {config.engine}").at(f".ranks.{key}")
-    if not ranks.on_cards or ranks.generates or not ranks.rank_table:
+    if not ranks.is_on_cards or ranks.is_table_generated or not ranks.rank_table:
         return
     yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.of_path(ranks.rank_table))
-    if len(ranks.groups) > 1 and GROUP not in ranks.rank_table:
-        text = f"expected {GROUP} in it, which stands for 0, 1 and so on: each group of ranks has a table of its own"
+    if len(ranks.groups) > 1 and GROUP_PLACEHOLDER not in ranks.rank_table:
+        text = f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of its own"
         yield FieldError(text).at(".ranks.rank_table")
 
 
-def _of_ports(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_ports(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     if not ranks.device_ports:
         return
-    if not ranks.on_cards:
+    if not ranks.is_on_cards:
         yield FieldError("it has no effect on the cpu, only on a card").at(".ranks.device_ports")
     elif config.engine != MINDSPORE_LITE:
         text = f"only a rank table has them, which {MINDSPORE_LITE} reads; the engine is {config.engine}"
         yield FieldError(text).at(".ranks.device_ports")
-    elif not ranks.generates:
+    elif not ranks.is_table_generated:
         yield FieldError("it has no effect beside a rank_table, which names its own ports").at(".ranks.device_ports")
     elif len(set(ranks.device_ports)) < len(ranks.device_ports):
         yield FieldError(f"{ranks.device_ports[0]} is given twice").at(".ranks.device_ports")
 
 
-def _of_buffers(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
+def _check_buffers(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     for key in ("buffer_mib", "communicators"):
-        if not ranks.on_cards and getattr(ranks, key) != getattr(Ranks, key):
+        if not ranks.is_on_cards and getattr(ranks, key) != getattr(Ranks, key):
             yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
-    if ranks.on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
+    if ranks.is_on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
         yield FieldError("without group_info_file, all ranks are the only group").at(".ranks.communicators")
 
 
@@ -208,16 +208,16 @@ _Rule = Callable[[ModelConfig, Ranks], Iterable[FieldError]]
 
 # As those of a model.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
-    (("path",), _of_path),
-    (("path", "engine", "ranks"), _of_engine),
-    (("workers", "spares", "start", "policy", "ranks"), _of_life),
-    (("sharing", "copies", "holder_loss"), _of_weights),
-    (("mindspore_lite",), _of_options),
-    (("canary", "canary_interval"), _of_canary),
-    (("batching", "split", "ranks"), _of_rows),
-    (("ranks",), _of_reply),
-    (("predict_timeout", "ranks"), _of_time),
-    (("path", "engine", "ranks"), _of_table),
-    (("path", "engine", "ranks"), _of_ports),
-    (("path", "engine", "ranks"), _of_buffers),
+    (("path",), _check_path),
+    (("path", "engine", "ranks"), _check_engine),
+    (("workers", "spares", "start", "policy", "ranks"), _check_processes),
+    (("sharing", "copies", "holder_loss"), _check_weights),
+    (("mindspore_lite",), _check_engine_options),
+    (("canary", "canary_interval"), _check_selftest),
+    (("batching", "split", "ranks"), _check_batching),
+    (("ranks",), _check_reply),
+    (("predict_timeout", "ranks"), _check_timeouts),
+    (("path", "engine", "ranks"), _check_rank_table),
+    (("path", "engine", "ranks"), _check_ports),
+    (("path", "engine", "ranks"), _check_buffers),
 )

@@ -27,55 +27,55 @@ GENERATE = "generate"
 LAST = "last"
 CONCAT = "concat"
 
-Reply = str | int
+ReplySetting = str | int
 
 # The engine that reads a rank table and runs ranks on cards alone: those of MindSpore find each other by its scheduler.
 MINDSPORE_LITE = "mindspore_lite"
 
 # What stands for numbers in paths.
-RANK = "{rank}"
-GROUP = "{group}"
+RANK_PLACEHOLDER = "{rank}"
+GROUP_PLACEHOLDER = "{group}"
 
-_ALONE = "expected at least two ranks; a model of one is served without this table"
+_TOO_FEW_RANKS = "expected at least two ranks; a model of one is served without this table"
 
-_NAME = text(limits.MAX_NAME_BYTES)
-_PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
-_GROUP = many(_NAME, MAX_RANKS)
-_GROUPS = many(_GROUP, MAX_RANKS)
-_RANK = integer(0, MAX_RANKS - 1)["kind"]
-_REPLY = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
+_NAME_METADATA = text(limits.MAX_NAME_BYTES)
+_PATH_METADATA = user_path(limits.MAX_PATH_BYTES, empty=True)
+_GROUP_METADATA = many(_NAME_METADATA, MAX_RANKS)
+_GROUPS_METADATA = many(_GROUP_METADATA, MAX_RANKS)
+_RANK_KIND = integer(0, MAX_RANKS - 1)["kind"]
+_REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
-def _devices() -> Mapping[str, Kind]:
+def _devices_metadata() -> Mapping[str, Kind]:
     """Lists of names, one for each group; the list of a single group may stand alone."""
-    one, several = _GROUP["kind"], _GROUPS["kind"]
+    group_kind, groups_kind = _GROUP_METADATA["kind"], _GROUPS_METADATA["kind"]
 
     def check(value: Any) -> Any:
         items = cast("list[object]", value) if type(value) is list else []
         alone = bool(items) and not any(type(each) is list for each in items)
-        return (one.check(value),) if alone else several.check(value)
+        return (group_kind.check(value),) if alone else groups_kind.check(value)
 
-    return {"kind": Kind(check, check, several.plain, f"{one.description}; or a list of such lists")}
+    return {"kind": Kind(check, check, groups_kind.plain, f"{group_kind.description}; or a list of such lists")}
 
 
-def _reply() -> Mapping[str, Kind]:
-    def check(value: Any) -> Reply:
+def _reply_metadata() -> Mapping[str, Kind]:
+    def check(value: Any) -> ReplySetting:
         if type(value) is int:
-            number: int = _RANK.check(value)
+            number: int = _RANK_KIND.check(value)
             return number
         if value not in (LAST, CONCAT):
-            raise FieldError(f"expected {_REPLY}, got {shown(value)}")
+            raise FieldError(f"expected {_REPLY_EXPECTED}, got {shown(value)}")
         word: str = value
         return word
 
-    return {"kind": Kind(check, check, check, _REPLY)}
+    return {"kind": Kind(check, check, check, _REPLY_EXPECTED)}
 
 
 @dataclass(frozen=True)
 class Ranks:
     """The table [models.NAME.ranks]; the derived fields say what its keys and those of the model come to."""
 
-    devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices())
+    devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
     """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several groups, each with the whole
     model, serve side by side: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU "cpu" for each rank, or
     sets of cores."""
@@ -83,7 +83,7 @@ class Ranks:
     size: int = field(default=0, metadata=integer(0, MAX_RANKS))
     """On the CPU: the number of ranks of one group, in the place of `devices`. Default: as many as `devices` has."""
 
-    rank_table: str = field(default="", metadata=_PATH)
+    rank_table: str = field(default="", metadata=_PATH_METADATA)
     """On cards with MindSpore Lite: the rank table of the vendor's communication library, absolute or relative to this
     file; {group} in it stands for the number of the group, from 0. Default: "generate", weightd writes one."""
 
@@ -91,11 +91,11 @@ class Ranks:
     """Where weightd writes the rank table: the port on which a card's communication listens. With two, a new group
     comes up on the other one, beside the old group, where card and driver allow it. Default: the library's, 16666."""
 
-    group_info_file: str = field(default="", metadata=_PATH)
+    group_info_file: str = field(default="", metadata=_PATH_METADATA)
     """On cards with MindSpore Lite: the groups of ranks within the model, as its export has written them, absolute or
     relative to this file; {rank} in it stands for the rank. Default: none, there is no group but that of all ranks."""
 
-    reply: Reply = field(default=LAST, metadata=_reply())
+    reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
     """Whose outputs are the answer: those of the "last" rank, right for a model cut by operators or by layers, those of
     a rank by its number, or "concat", those of all ranks in their order, joined along the first dimension."""
 
@@ -113,14 +113,14 @@ class Ranks:
     communicators: int = field(default=1, metadata=integer(1, 1024))
     """On cards: the groups of ranks within the model that one rank belongs to. Default: 1, that of all ranks."""
 
-    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS))
+    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
     """The device of each rank, for each group; all have the same number of ranks."""
 
-    paths: tuple[str, ...] = field(default=(), metadata=derived(many(_PATH, MAX_RANKS)))
+    paths: tuple[str, ...] = field(default=(), metadata=derived(many(_PATH_METADATA, MAX_RANKS)))
     """The file of each rank."""
 
     device_ips: Mapping[str, str] = field(
-        default_factory=dict[str, str], metadata=derived(mapping(_NAME, limits.MAX_DEVICES))
+        default_factory=dict[str, str], metadata=derived(mapping(_NAME_METADATA, limits.MAX_DEVICES))
     )
     """The addresses that the tables [devices.NAME] give, by device."""
 
@@ -131,19 +131,19 @@ class Ranks:
         if not self.devices and not self.size:
             yield FieldError("expected the device of each rank, or on the cpu their number as size").at(".devices")
         if self.size == 1:
-            yield FieldError(_ALONE).at(".size")
+            yield FieldError(_TOO_FEW_RANKS).at(".size")
         sizes = [len(group) for group in self.devices]
         for index, size in enumerate(sizes):
             if index == 0 and size < 2:
-                yield FieldError(_ALONE).at(self._at(index))
+                yield FieldError(_TOO_FEW_RANKS).at(self._devices_path(index))
             elif size != sizes[0]:
                 text = f"expected {sizes[0]} devices as the first group has, got {size}"
-                yield FieldError(text).at(self._at(index))
+                yield FieldError(text).at(self._devices_path(index))
         if sum(sizes) > MAX_RANKS:
             yield FieldError(f"expected at most {MAX_RANKS} ranks in all groups, got {sum(sizes)}").at(".devices")
-        yield from self._doubles()
+        yield from self._check_duplicates()
 
-    def _doubles(self) -> Iterator[FieldError]:
+    def _check_duplicates(self) -> Iterator[FieldError]:
         """Ranks run at the same time: two of them on one card, or on the same cores, would wait for each other."""
         groups: dict[str, int] = {}
         for index, group in enumerate(self.devices):
@@ -152,20 +152,20 @@ class Ranks:
                     continue
                 other = groups.setdefault(device, index)
                 if other != index:
-                    yield FieldError(f"{device} has a rank of group {other} already").at(f"{self._at(index)}[{rank}]")
+                    yield FieldError(f"{device} has a rank of group {other} already").at(f"{self._devices_path(index)}[{rank}]")
                 elif device in group[:rank]:
-                    yield FieldError(f"{device} is given twice").at(f"{self._at(index)}[{rank}]")
+                    yield FieldError(f"{device} is given twice").at(f"{self._devices_path(index)}[{rank}]")
 
-    def _at(self, group: int) -> str:
+    def _devices_path(self, group: int) -> str:
         return f".devices[{group}]" if len(self.devices) > 1 else ".devices"
 
     @property
-    def on_cards(self) -> bool:
+    def is_on_cards(self) -> bool:
         """Whether the ranks are on cards, all of them: a mixture is refused."""
         return any(not is_cpu(each) for group in self.groups for each in group)
 
     @property
-    def together(self) -> tuple[str, ...]:
+    def all_devices(self) -> tuple[str, ...]:
         """The devices of all groups, each once."""
         return tuple(dict.fromkeys(each for group in self.groups for each in group))
 
@@ -177,27 +177,27 @@ class Ranks:
         return self.reply if isinstance(self.reply, int) else self.size - 1
 
     @property
-    def generates(self) -> bool:
+    def is_table_generated(self) -> bool:
         """Whether weightd writes the rank table."""
         return self.rank_table == GENERATE
 
     @property
     def buffer_bytes(self) -> int:
         """The bytes of each card that communication takes."""
-        return 2 * self.buffer_mib * MIB * self.communicators if self.on_cards else 0
+        return 2 * self.buffer_mib * MIB * self.communicators if self.is_on_cards else 0
 
     @property
-    def fits_beside(self) -> bool:
+    def can_overlap(self) -> bool:
         """Whether a new group may come up beside an old one on its devices: a card has one on each port."""
-        return not self.on_cards or len(self.device_ports) > 1
+        return not self.is_on_cards or len(self.device_ports) > 1
 
-    def table_of(self, group: int) -> str:
+    def rank_table_path(self, group: int) -> str:
         """Return the path of the rank table that was given for a group; "" where none was."""
-        return "" if self.generates else self.rank_table.replace(GROUP, str(group))
+        return "" if self.is_table_generated else self.rank_table.replace(GROUP_PLACEHOLDER, str(group))
 
-    def group_info_of(self, rank: int) -> str:
+    def group_info_path(self, rank: int) -> str:
         """Return the path of what a rank is told of the groups within the model, or ""."""
-        return self.group_info_file.replace(RANK, str(rank))
+        return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
 
 
 def complete_ranks(ranks: Ranks, engine: str, path: str, base: Path, devices: Mapping[str, DeviceConfig]) -> Ranks:
@@ -213,11 +213,11 @@ def complete_ranks(ranks: Ranks, engine: str, path: str, base: Path, devices: Ma
     groups = ranks.devices or ((CPU,) * ranks.size,)
     size = len(groups[0])
     ranks = dataclasses.replace(ranks, groups=groups, size=size)
-    table = ranks.rank_table or (GENERATE if ranks.on_cards and engine == MINDSPORE_LITE else "")
+    rank_table = ranks.rank_table or (GENERATE if ranks.is_on_cards and engine == MINDSPORE_LITE else "")
     return dataclasses.replace(
         ranks,
-        rank_table=table if table in ("", GENERATE) else str(base / table),
+        rank_table=rank_table if rank_table in ("", GENERATE) else str(base / rank_table),
         group_info_file=str(base / ranks.group_info_file) if ranks.group_info_file else "",
-        paths=tuple(path.replace(RANK, str(rank)) for rank in range(size)),
-        device_ips={each: devices[each].ip for each in ranks.together if each in devices and devices[each].ip},
+        paths=tuple(path.replace(RANK_PLACEHOLDER, str(rank)) for rank in range(size)),
+        device_ips={each: devices[each].ip for each in ranks.all_devices if each in devices and devices[each].ip},
     )

@@ -25,14 +25,14 @@ from weightd.shared.modelfile import Model, ModelFileError
 from weightd.shared.protobuf import Malformed
 from weightd.shared.regular import open_regular, read_regular
 
-_BLOCK = 1024 * 1024
-_ARRAY = ".npy"
+_BLOCK_BYTES = 1024 * 1024
+_ARRAY_SUFFIX = ".npy"
 
 # By card, as the host numbers it, and port: whose ranks communicate there.
-Owners = dict[tuple[int, int], str]
+PortOwners = dict[tuple[int, int], str]
 
 
-def problems(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: Owners) -> Iterator[str]:
+def find_problems(name: str, model: ModelConfig, ranks: Ranks, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
     """Yield what is wrong with the files of a model's ranks; each text names the key.
 
     Args:
@@ -45,15 +45,15 @@ def problems(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: 
     with contextlib.ExitStack() as stack:
         slices = _Slices([], [])
         for rank, path in enumerate(ranks.paths):
-            yield from (f"path: rank {rank}: {problem}" for problem in _opened(Path(path), stack, slices))
+            yield from (f"path: rank {rank}: {problem}" for problem in _open_slice(Path(path), stack, slices))
         if len(slices.signatures) == ranks.size:
-            yield from _unequal(ranks, slices.signatures)
-            yield from _sample(model, slices.signatures[0])
+            yield from _compare_signatures(ranks, slices.signatures)
+            yield from _check_inputs_file(model, slices.signatures[0])
         if len(slices.models) == ranks.size:
-            yield from _same(ranks, slices.models)
-    yield from _group_info(ranks)
-    yield from _config_file(model)
-    yield from _tables(name, model, ranks, visible, owners)
+            yield from _find_equal_slices(ranks, slices.models)
+    yield from _check_group_info(ranks)
+    yield from _check_config_file(model)
+    yield from _check_rank_tables(name, model, ranks, visible_devices, port_owners)
 
 
 # --- Slices -----------------------------------------------------------------------------------------------------------
@@ -66,12 +66,12 @@ class _Slices(NamedTuple):
     signatures: list[MindIr]
 
 
-def _opened(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Iterator[str]:
+def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Iterator[str]:
     try:
         model = stack.enter_context(Model(path))
         slices.models.append(model)
         with model.open(model.files[0]) as file:
-            found = mindir.read(file)
+            signature = mindir.read(file)
     except ModelFileError as error:
         yield from str(error).splitlines()
     except OSError as error:
@@ -79,29 +79,29 @@ def _opened(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Iterato
     except Malformed:
         yield f"{path}: expected a MindIR; this is something else, or only a part of one"
     else:
-        slices.signatures.append(found)
-        if not found.exported:
+        slices.signatures.append(signature)
+        if not signature.exported:
             yield f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one"
-        for what, tensors in (("input", found.inputs), ("output", found.outputs)):
+        for what, tensors in (("input", signature.inputs), ("output", signature.outputs)):
             yield from (f"{path}: {problem}" for problem in mindir.problems(what, tensors))
 
 
-def _unequal(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[str]:
+def _compare_signatures(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[str]:
     """All ranks are given the same inputs, and each could be the one that answers."""
-    first = signatures[0]
+    first_signature = signatures[0]
     for rank, other in enumerate(signatures[1:], 1):
-        for what, one, another in (("inputs", first.inputs, other.inputs), ("outputs", first.outputs, other.outputs)):
+        for what, one, another in (("inputs", first_signature.inputs, other.inputs), ("outputs", first_signature.outputs, other.outputs)):
             if one != another:
-                difference = f"expected the {what} of rank 0, {_told(one)}, got {_told(another)}"
+                difference = f"expected the {what} of rank 0, {_describe_tensors(one)}, got {_describe_tensors(another)}"
                 yield f"path: rank {rank}: {ranks.paths[rank]}: {difference}"
 
 
-def _told(tensors: Sequence[Tensor]) -> str:
+def _describe_tensors(tensors: Sequence[Tensor]) -> str:
     shapes = ["of any rank" if each.shape is None else str(list(each.shape)) for each in tensors]
     return ", ".join(f"{each.name} {each.datatype} {shape}" for each, shape in zip(tensors, shapes, strict=True))
 
 
-def _same(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
+def _find_equal_slices(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
     """Refuse slices that are equal to the last bit: a copy in the wrong place is the likeliest mistake of all.
 
     Equal ones have the same weights, so that nothing was cut; and a group with one in the place of another has no error
@@ -109,7 +109,7 @@ def _same(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
     """
     for (rank, one), (other_rank, other) in itertools.combinations(enumerate(models), 2):
         try:
-            equal = _equal(one, other)
+            equal = _have_equal_content(one, other)
         except (OSError, ModelFileError) as error:
             yield f"path: rank {other_rank}: {error}"
             return
@@ -118,14 +118,14 @@ def _same(ranks: Ranks, models: Sequence[Model]) -> Iterator[str]:
             yield f"path: rank {other_rank}: {ranks.paths[other_rank]}: {text}"
 
 
-def _equal(one: Model, other: Model) -> bool:
+def _have_equal_content(one: Model, other: Model) -> bool:
     """Read no further than to the first difference: slices are large, and rarely equal."""
     if [each.nbytes for each in one.files] != [each.nbytes for each in other.files]:
         return False
     for mine, theirs in zip(one.files, other.files, strict=True):
         with one.open(mine) as file, other.open(theirs) as other_file:
-            while block := file.read(_BLOCK):
-                if block != other_file.read(_BLOCK):
+            while block := file.read(_BLOCK_BYTES):
+                if block != other_file.read(_BLOCK_BYTES):
                     return False
     return True
 
@@ -133,11 +133,11 @@ def _equal(one: Model, other: Model) -> bool:
 # --- What belongs to them ---------------------------------------------------------------------------------------------
 
 
-def _sample(model: ModelConfig, signature: MindIr) -> Iterator[str]:
-    path = canary_config.sample(model.canary)
+def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
+    path = canary_config.inputs_path(model.canary)
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            names = [each.removesuffix(_ARRAY) for each in archive.namelist()]
+            names = [each.removesuffix(_ARRAY_SUFFIX) for each in archive.namelist()]
     except OSError:
         return  # it was looked for already
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
@@ -150,14 +150,14 @@ def _sample(model: ModelConfig, signature: MindIr) -> Iterator[str]:
         yield f"canary: {path}: {expected}, got {', '.join(names)}"
 
 
-def _group_info(ranks: Ranks) -> Iterator[str]:
-    for path in dict.fromkeys(ranks.group_info_of(rank) for rank in range(ranks.size)):
-        problem = unreadable(path) if path else ""
+def _check_group_info(ranks: Ranks) -> Iterator[str]:
+    for path in dict.fromkeys(ranks.group_info_path(rank) for rank in range(ranks.size)):
+        problem = unreadable_reason(path) if path else ""
         if problem:
             yield f"ranks.group_info_file: {path}: {problem}"
 
 
-def unreadable(path: str) -> str:
+def unreadable_reason(path: str) -> str:
     """Return why a file cannot be read, or ""."""
     try:
         open_regular(path).close()
@@ -166,7 +166,7 @@ def unreadable(path: str) -> str:
     return ""
 
 
-def _config_file(model: ModelConfig) -> Iterator[str]:
+def _check_config_file(model: ModelConfig) -> Iterator[str]:
     path = model.mindspore_lite.config_file
     if not path:
         return
@@ -180,50 +180,50 @@ def _config_file(model: ModelConfig) -> Iterator[str]:
 # --- Rank tables ------------------------------------------------------------------------------------------------------
 
 
-def _tables(name: str, model: ModelConfig, ranks: Ranks, visible: str, owners: Owners) -> Iterator[str]:
+def _check_rank_tables(name: str, model: ModelConfig, ranks: Ranks, visible_devices: str, port_owners: PortOwners) -> Iterator[str]:
     for index, group in enumerate(ranks.groups):
-        cards = {each: _card(each, visible) for each in group if card_of(each) is not None}
+        cards = {each: _physical_id_of(each, visible_devices) for each in group if card_of(each) is not None}
         for device, card in cards.items():
             if card is None:
-                yield f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible!r}, which has no such card"
+                yield f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible_devices!r}, which has no such card"
         ports = [ranks.device_ports or (ranktable.DEFAULT_PORT,)] * len(cards)
-        path = ranks.table_of(index)
+        path = ranks.rank_table_path(index)
         if path and model.engine == MINDSPORE_LITE:
-            table = read_table(Path(path))
+            table = read_rank_table(Path(path))
             if isinstance(table, str):
                 yield f"ranks.rank_table: {path}: {table}"
                 continue
             yield from (f"ranks.rank_table: {path}: {each}" for each in ranktable.of_devices(table, cards))
             ports = [(each.port or ranktable.DEFAULT_PORT,) for each in table.devices]
-        yield from _occupied(name, cards, ports, owners)
+        yield from _check_ports(name, cards, ports, port_owners)
 
 
-def _card(device: str, visible: str) -> int | None:
+def _physical_id_of(device: str, visible_devices: str) -> int | None:
     number = card_of(device)
-    return None if number is None else physical_id(number, visible)
+    return None if number is None else physical_id(number, visible_devices)
 
 
-def _occupied(
-    name: str, cards: Mapping[str, int | None], ports: Sequence[Sequence[int]], owners: Owners
+def _check_ports(
+    name: str, cards: Mapping[str, int | None], ports: Sequence[Sequence[int]], port_owners: PortOwners
 ) -> Iterator[str]:
     for (device, card), each in zip(cards.items(), ports, strict=False):
         for port in each if card is not None else ():
-            other = owners.setdefault((card or 0, port), name)
+            other = port_owners.setdefault((card or 0, port), name)
             if other != name:
                 yield f"ranks.devices: on {device} the ranks of {other} have port {port} already"
 
 
-def read_table(path: Path) -> RankTable | str:
+def read_rank_table(path: Path) -> RankTable | str:
     """Return a table, or what is wrong with it."""
     try:
         # HCCL follows links before it looks at the name.
-        real = os.path.realpath(path)
-        content = read_regular(real, ranktable.MAX_BYTES)
+        resolved_path = os.path.realpath(path)
+        content = read_regular(resolved_path, ranktable.MAX_BYTES)
     except OSError as error:
         return error.strerror or str(error)
-    wrong = next(ranktable.of_path(real), "")
-    if wrong:
-        return f"links resolved, {wrong}" if real != str(path) else wrong
+    problem = next(ranktable.of_path(resolved_path), "")
+    if problem:
+        return f"links resolved, {problem}" if resolved_path != str(path) else problem
     try:
         return ranktable.parse(content.decode("utf-8", "replace"))
     except FieldError as error:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from weightd.daemon.config import identities
 from weightd.daemon.config.identities import Identities
-from weightd.daemon.config.names import of_name
+from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, Kind, Metadata, got, integer, label, many, number, one_of, text
 from weightd.shared import tables
@@ -27,26 +27,26 @@ OPERATE = "operate"
 RIGHTS = (INFER, STATUS, OPERATE)
 
 # The pattern of a tenant that has all models.
-EVERY_MODEL = "*"
+ALL_MODELS = "*"
 
 # Who is in no other.
-DEFAULT = "default"
+DEFAULT_TENANT_NAME = "default"
 
 # Users, groups, keys and patterns of one.
-_MOST_EACH = 256
+_MAX_ENTRIES = 256
 
-_MOST_BYTES = 2**62
-_MOST_COUNT = 2**31
+_MAX_BYTES = 2**62
+_MAX_COUNT = 2**31
 
 # The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
-_MOST_WEIGHT = 1000.0
-LEAST_WEIGHT = 1 / _MOST_WEIGHT
+_MAX_WEIGHT = 1000.0
+MIN_WEIGHT = 1 / _MAX_WEIGHT
 
-_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
-_WILD = re.compile(r"[*?]")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
+_WILDCARDS = re.compile(r"[*?]")
 
 
-def _account() -> Metadata:
+def _account_metadata() -> Metadata:
     """A user or a group: its name, or its number as text."""
     names, numbers = text(limits.MAX_NAME_BYTES)["kind"], integer(0, 2**32 - 2)["kind"]
 
@@ -56,13 +56,13 @@ def _account() -> Metadata:
     return {"kind": Kind(check, check, check, "name, or number")}
 
 
-def _pattern() -> Metadata:
+def _pattern_metadata() -> Metadata:
     """A name, or with * for any characters and ? for one, all that are like it."""
     names = text(limits.MAX_NAME_BYTES)["kind"]
 
     def check(value: Any) -> str:
         checked: str = names.check(value)
-        if not _PATTERN.fullmatch(checked):
+        if not _NAME_PATTERN.fullmatch(checked):
             expected = "a name, or a pattern of ASCII letters, digits, '_', '.', '-', '*' and '?'"
             raise FieldError(f"expected {expected}, got {got(checked)}")
         return checked
@@ -74,40 +74,40 @@ def _pattern() -> Metadata:
 class TenantConfig:
     """A table [tenants.NAME]."""
 
-    uids: tuple[str, ...] = field(default=(), metadata=many(_account(), _MOST_EACH))
+    uids: tuple[str, ...] = field(default=(), metadata=many(_account_metadata(), _MAX_ENTRIES))
     """Users of this host, by name or number: who has connected to a unix socket, as the kernel says."""
 
-    groups: tuple[str, ...] = field(default=(), metadata=many(_account(), _MOST_EACH))
+    groups: tuple[str, ...] = field(default=(), metadata=many(_account_metadata(), _MAX_ENTRIES))
     """Groups of this host, by name or number: whoever is in one, and is in no tenant's `uids`."""
 
-    keys: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MOST_EACH))
+    keys: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
 
-    models: tuple[str, ...] = field(default=(EVERY_MODEL,), metadata=many(_pattern(), _MOST_EACH))
+    models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=many(_pattern_metadata(), _MAX_ENTRIES))
     """The models that there are for it, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
     """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update its models and, where
     these are all models ("*"), to reload, on the daemon's unix socket."""
 
-    model_dirs: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MOST_EACH))
+    model_dirs: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Directories with models to which it may update: every file below them, also one that its user may not read.
     Elsewhere an update takes files that the user may read, and no others."""
 
-    acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern(), _MOST_EACH))
+    acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern_metadata(), _MAX_ENTRIES))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
 
-    weight: float = field(default=1.0, metadata=number(_MOST_WEIGHT, positive=True))
+    weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
     """Its share of the seconds of each device, among those who wait for some: 2 is twice as many as 1. At least
     0.001."""
 
-    max_in_flight: int = field(default=0, metadata=integer(0, _MOST_COUNT))
+    max_in_flight: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Requests that wait or run. 0: as many as the models take."""
 
-    max_queue: int = field(default=0, metadata=integer(0, _MOST_COUNT))
+    max_queue: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Requests that wait, of all models. 0: as many as the models take."""
 
-    max_queue_bytes: int = field(default=0, metadata=integer(0, _MOST_BYTES))
+    max_queue_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
     """Bytes of their tensors. 0: as many as the models take."""
 
     max_rate: float = field(default=0.0, metadata=number(1e6))
@@ -116,34 +116,34 @@ class TenantConfig:
     max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     """Rows of a request. 0: as many as the model takes."""
 
-    max_shared_bytes: int = field(default=0, metadata=integer(0, _MOST_BYTES))
+    max_shared_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
     """Bytes of memory that it may share with the workers. 0: `max_shm_bytes` of the daemon."""
 
-    max_connections: int = field(default=0, metadata=integer(0, _MOST_COUNT))
+    max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Connections. 0: as many as the daemon has room for."""
 
     priority_max: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
     """The first level of priority that it may ask for: 1 goes first. 0: any."""
 
-    user_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MOST_EACH)))
+    user_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MAX_ENTRIES)))
     """What `uids` are."""
 
-    group_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MOST_EACH)))
+    group_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MAX_ENTRIES)))
     """What `groups` are."""
 
-    public_keys: tuple[str, ...] = field(default=(), metadata=derived(many(text(40), _MOST_EACH)))
+    public_keys: tuple[str, ...] = field(default=(), metadata=derived(many(text(40), _MAX_ENTRIES)))
     """What is in `keys`, in Z85."""
 
     model_directories: tuple[str, ...] = field(
-        default=(), metadata=derived(many(text(limits.MAX_PATH_BYTES), _MOST_EACH))
+        default=(), metadata=derived(many(text(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     )
     """What is in `model_dirs`, as absolute paths."""
 
-    def directories(self, base: Path) -> tuple[str, ...]:
+    def absolute_model_dirs(self, base: Path) -> tuple[str, ...]:
         """Return its `model_dirs` as absolute paths."""
         return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
 
-    def look_up(self, base: Path, problems: Problems) -> Identities:
+    def look_up_identities(self, base: Path, problems: Problems) -> Identities:
         """Return who its users, groups and keys are; what is wrong is added to `problems`."""
         return identities.look_up(self.uids, self.groups, self.keys, base, problems)
 
@@ -161,65 +161,65 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
     """
     if type(content) is not dict:
         raise FieldError("expected tables [tenants.NAME]")
-    given = cast("dict[str, Any]", content)
-    if len(given) > limits.MAX_TENANTS:
-        raise FieldError(f"expected at most {limits.MAX_TENANTS} tenants, got {len(given)}")
+    tenant_tables = cast("dict[str, Any]", content)
+    if len(tenant_tables) > limits.MAX_TENANTS:
+        raise FieldError(f"expected at most {limits.MAX_TENANTS} tenants, got {len(tenant_tables)}")
     tenants: dict[str, TenantConfig] = {}
-    found: dict[str, Identities] = {}
-    for name, table in given.items():
+    found_identities: dict[str, Identities] = {}
+    for name, table in tenant_tables.items():
         with problems.at(f".{label(name)}"):
-            problems.note(of_name("tenant", name))
+            problems.note(check_name("tenant", name))
             tenant = tables.read(TenantConfig, table, problems, section=f"tenants.{name}")
-            problems.note(_of_one(tenant, given))
-            who = found[name] = tenant.look_up(base, problems)
+            problems.note(_check_tenant(tenant, tenant_tables))
+            who = found_identities[name] = tenant.look_up_identities(base, problems)
             tenants[name] = dataclasses.replace(
                 tenant,
                 user_ids=tuple(who.users),
                 group_ids=tuple(who.groups),
                 public_keys=tuple(who.keys),
-                model_directories=tenant.directories(base),
+                model_directories=tenant.absolute_model_dirs(base),
             )
-    problems.note(_of_all(found))
+    problems.note(_check_all_tenants(found_identities))
     return tenants
 
 
-def _of_one(tenant: TenantConfig, names: Collection[str]) -> Iterator[FieldError]:
-    if tenant.weight < LEAST_WEIGHT:
-        yield FieldError(f"expected at least {LEAST_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
+def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterator[FieldError]:
+    if tenant.weight < MIN_WEIGHT:
+        yield FieldError(f"expected at least {MIN_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
     for index, each in enumerate(tenant.acts_for):
-        if is_name(each) and each not in names:
+        if is_exact_name(each) and each not in tenant_names:
             yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".acts_for")
 
 
-def _of_all(found: Mapping[str, Identities]) -> Iterator[FieldError]:
+def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
     """Nobody is two tenants, and gates can be told all keys."""
-    if (count := sum(len(each.keys) for each in found.values())) > limits.MAX_KEYS:
+    if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
         yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
-    for name, error in identities.twice({name: each.users for name, each in found.items()}):
+    for name, error in identities.find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):
         yield error.at(".uids").at(f".{label(name)}")
-    for name, error in identities.twice({name: each.groups for name, each in found.items()}):
+    for name, error in identities.find_duplicates({name: each.groups for name, each in identities_by_tenant.items()}):
         yield error.at(".groups").at(f".{label(name)}")
-    for name, error in identities.twice({name: each.keys for name, each in found.items()}):
+    for name, error in identities.find_duplicates({name: each.keys for name, each in identities_by_tenant.items()}):
         yield error.at(".keys").at(f".{label(name)}")
 
 
-def is_name(pattern: str) -> bool:
+def is_exact_name(pattern: str) -> bool:
     """Return whether a pattern is that of one name alone."""
-    return not _WILD.search(pattern)
+    return not _WILDCARDS.search(pattern)
 
 
-def warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> Iterator[str]:
+def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> Iterator[str]:
     """Yield what of the tables is probably not what was meant; each text names the key."""
     for name, tenant in tenants.items():
         where = f"tenants.{label(name)}"
         for each in tenant.models:
-            if is_name(each) and each not in models:
+            if is_exact_name(each) and each not in models:
                 yield f"{where}.models: there is no model {each!r}"
         if tenant.model_dirs and OPERATE not in tenant.may:
             yield f'{where}.model_dirs: it may not update models: "{OPERATE}" is not in its `may`'
         if not tenant.may:
             yield f"{where}.may: it may do nothing"
-        if name != DEFAULT and not (tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)):
+        if name != DEFAULT_TENANT_NAME and not (tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)):
             yield f"{where}: nobody is it: it has neither uids nor groups nor keys, and no tenant acts for it"
 
 

@@ -40,7 +40,7 @@ def claim(config: DaemonConfig, *, kept: bool = False) -> Generator[None, None, 
         _locked(lock),
         contextlib.nullcontext() if kept else _private(config.private_dir),
         claimed(config.children_socket),
-        claimed(config.lane_socket),
+        claimed(config.channel_socket),
     ):
         yield
 
@@ -73,7 +73,7 @@ def _make_cache(path: Path) -> None:
 def _lock_path(config: DaemonConfig) -> Path:
     if config.socket.startswith("ipc://"):
         return Path(config.socket.removeprefix("ipc://") + ".lock")
-    return Path(config.runtime_dir, f"{config.key}.lock")
+    return Path(config.runtime_dir, f"{config.daemon_key}.lock")
 
 
 @contextlib.contextmanager

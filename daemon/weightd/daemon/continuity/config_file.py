@@ -12,7 +12,7 @@ import logging
 import os
 from pathlib import Path
 
-from weightd.daemon.config.load import Config, ConfigError, load_text, read
+from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd.daemon.continuity.claim import check_usable
 from weightd.daemon.continuity.reading import Read
 from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
@@ -71,7 +71,7 @@ class ConfigFile:
         Raises:
             ConfigError: it is wrong.
         """
-        text = read(self.path)
+        text = read_text(self.path)
         config = load_text(text, self.path, self.listening)
         self._text = text
         return config

@@ -44,7 +44,7 @@ class Keeping:
     def __init__(self, manager: Manager, config: DaemonConfig) -> None:
         self._manager = manager
         self._directory = config.private_dir
-        self._others = [config.children_socket, config.lane_socket]
+        self._others = [config.children_socket, config.channel_socket]
         self.inheritance: Handover | None = None
         descriptors = manager.inherited.get(KEEPER, [])
         for descriptor in descriptors[1:]:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weightd.daemon.children.running import Running
-from weightd.daemon.config.check import problems
-from weightd.daemon.config.load import Config, ConfigError, load_text, read
+from weightd.daemon.config.check import find_problems
+from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd.daemon.host import processes
 from weightd.shared import signals
 from weightd.shared.oom import go_before_the_daemon
@@ -56,14 +56,14 @@ class Read(NamedTuple):
 def read_file(path: Path, listening: Sequence[str] = ()) -> Read:
     """Read and check a configuration file, and what it names."""
     try:
-        text = read(path)
+        text = read_text(path)
         config = load_text(text, path, listening)
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
         told = error.problems[:_MAX_PROBLEMS]
         return Read(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
     members = {name for group in config.groups.values() for name in group.models}
-    found = problems(config.models, members, runs_interpreters=False)
+    found = find_problems(config.models, members, runs_interpreters=False)
     return Read(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in found.items()})
 
 

@@ -28,10 +28,10 @@ Each check runs in child processes with a time limit; none is left behind.
 Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 64 the command line is
 wrong, 69 there is nothing to test: no Ascend driver or library is here."""
 
-_LIMIT_S = 300.0
+_STEP_TIMEOUT_S = 300.0
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the verb does and takes."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -42,26 +42,26 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="the interpreter that has MindSpore Lite and weightd (default: this one)",
     )
     parser.add_argument(
-        "--device", type=_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
+        "--device", type=_parse_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
     )
     parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
     parser.add_argument(
         "--canary",
-        type=_canary,
+        type=_parse_selftest,
         default="auto",
         metavar="VALUE",
         help="as the key canary of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
     )
     parser.add_argument(
         "--canary-tolerance",
-        type=_tolerance,
+        type=_parse_tolerance,
         default=0.0,
         metavar="SHARE",
         help="as the key canary_tolerance of the model (default: 0)",
     )
     parser.add_argument(
         "--ranks",
-        type=_devices,
+        type=_parse_devices,
         nargs="?",
         const=(),
         metavar="ascend:N,...",
@@ -70,8 +70,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank-table", type=Path, metavar="FILE", help="with --ranks: the rank table of these devices")
     parser.add_argument(
         "--limit",
-        type=_seconds,
-        default=_LIMIT_S,
+        type=_parse_seconds,
+        default=_STEP_TIMEOUT_S,
         metavar="SECONDS",
         help="time for one step of the self-test, such as a build (default: %(default)g)",
     )
@@ -92,21 +92,21 @@ def _run(options: argparse.Namespace) -> int:
     return command.run(options)
 
 
-def _device(text: str) -> int:
+def _parse_device(text: str) -> int:
     card = card_of(text)
     if card is None:
         raise argparse.ArgumentTypeError(f"expected ascend:N, got {text!r}")
     return card
 
 
-def _devices(text: str) -> tuple[int, ...]:
-    devices = tuple(_device(each.strip()) for each in text.split(","))
+def _parse_devices(text: str) -> tuple[int, ...]:
+    devices = tuple(_parse_device(each.strip()) for each in text.split(","))
     if len(set(devices)) < len(devices):
         raise argparse.ArgumentTypeError(f"expected each device once, got {text!r}")
     return devices
 
 
-def _canary(text: str) -> SelfTestSetting:
+def _parse_selftest(text: str) -> SelfTestSetting:
     from weightd.daemon.config import canary as canary_config  # noqa: PLC0415 - as above
     from weightd.protocol.schema import FieldError  # noqa: PLC0415
 
@@ -116,7 +116,7 @@ def _canary(text: str) -> SelfTestSetting:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _tolerance(text: str) -> float:
+def _parse_tolerance(text: str) -> float:
     try:
         share = float(text)
     except ValueError:
@@ -126,7 +126,7 @@ def _tolerance(text: str) -> float:
     return share
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:

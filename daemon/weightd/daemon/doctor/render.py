@@ -10,43 +10,43 @@ from weightd.daemon.doctor.verdicts.finding import Finding, Verdict, exit_status
 from weightd.protocol.version import VERSION
 
 _WIDTH = 120
-_GAP = "  "
+_COLUMN_GAP = "  "
 
 
-def table(findings: Sequence[Finding]) -> str:
+def render_table(findings: Sequence[Finding]) -> str:
     """Return a line for each finding, with its advice below it, and a line that counts them."""
     verdict_width = max(len(each.value) for each in Verdict)
     name_width = max((len(each.name) for each in findings), default=0)
-    margin = " " * (verdict_width + name_width + 2 * len(_GAP))
+    margin = " " * (verdict_width + name_width + 2 * len(_COLUMN_GAP))
     lines: list[str] = []
     for each in findings:
-        head = f"{each.verdict.value:{verdict_width}}{_GAP}{each.name:{name_width}}{_GAP}"
-        lines += _wrapped(each.found, head, margin)
+        head = f"{each.result.value:{verdict_width}}{_COLUMN_GAP}{each.name:{name_width}}{_COLUMN_GAP}"
+        lines += _wrap(each.detail, head, margin)
         if each.advice:
-            lines += _wrapped(each.advice, f"{margin}-> ", f"{margin}   ")
-    return "\n".join([*lines, _count(findings)]) + "\n"
+            lines += _wrap(each.advice, f"{margin}-> ", f"{margin}   ")
+    return "\n".join([*lines, _format_counts(findings)]) + "\n"
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def render_json(findings: Sequence[Finding]) -> str:
     """Return one object: version, exit status and findings, in their order."""
     rows = [
-        {"name": each.name, "verdict": each.verdict.value, "found": each.found, "advice": each.advice}
+        {"name": each.name, "verdict": each.result.value, "found": each.detail, "advice": each.advice}
         for each in findings
     ]
     return json.dumps({"weightd": VERSION, "exit_status": exit_status(findings), "findings": rows}, indent=2) + "\n"
 
 
-def _wrapped(text: str, first: str, following: str) -> list[str]:
+def _wrap(text: str, first: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,
         initial_indent=first,
-        subsequent_indent=following,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     ) or [first.rstrip()]
 
 
-def _count(findings: Sequence[Finding]) -> str:
-    verdicts = [each.verdict for each in findings]
+def _format_counts(findings: Sequence[Finding]) -> str:
+    verdicts = [each.result for each in findings]
     return ", ".join(f"{verdicts.count(verdict)} {verdict.value}" for verdict in Verdict)

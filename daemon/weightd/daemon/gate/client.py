@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 64 * 1024
 
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
-_JOINED_BYTES = 16 * 1024
+_MAX_JOINED_BYTES = 16 * 1024
 
 # The kernel finds out within a minute that the host of a client is gone. On a Unix socket it knows at once.
 _TCP_OPTIONS = (
@@ -37,9 +37,9 @@ _TCP_OPTIONS = (
 )
 
 # The kernel's buffers of one connection, and of all connections of a user, about. The kernel counts twice as much.
-_BUFFER_BYTES = 256 * 1024
-_LEAST_BUFFER_BYTES = 8 * 1024
-_USER_BUFFER_BYTES = 32 * 1024 * 1024
+_MAX_BUFFER_BYTES = 256 * 1024
+_MIN_BUFFER_BYTES = 8 * 1024
+_MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
 
 
 # Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
@@ -48,7 +48,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 # The user that this is, and root.
-_OPERATORS = (0, os.getuid())
+_OPERATOR_UIDS = (0, os.getuid())
 
 
 class DescriptorsError(Exception):
@@ -72,7 +72,7 @@ class Side:
 
     # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
     # on its way out.
-    TURN, OTHER_SIDE, WORK, LEAVING = 1, 2, 4, 8
+    WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
 
     def __init__(self, client: Client, descriptor: int, read: Callable[[Client], bool]) -> None:
         self.client = client
@@ -82,14 +82,14 @@ class Side:
         self.is_open = True
 
     @property
-    def is_behind(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether something was read that was not passed on."""
         client = self.client
         if self is client.near:
             return client.protocol.is_behind
         return client.stream is not None and client.stream.incoming.is_behind
 
-    def is_gone(self) -> bool:
+    def has_peer_closed(self) -> bool:
         """Return whether the other end is closed."""
         poll = select.poll()
         poll.register(self.descriptor, 0)
@@ -163,7 +163,7 @@ class Client:
         Raises:
             OSError: it has gone.
         """
-        key = self.protocol.mechanism.key
+        key = self.protocol.mechanism.peer_key
         if self.connection.family == socket.AF_UNIX:
             pid, uid, gid = credentials(self.connection)
             return PeerIdentity(uid, pid, f"uid {uid}", (gid, *groups(self.connection)), key)
@@ -174,7 +174,7 @@ class Client:
         """Whether the daemon has yet to answer some of what the client has sent, as far as a gate can tell."""
         return self.requests > 0
 
-    def receive(self) -> list[zmtp.Message]:
+    def receive(self) -> list[zmtp.MessageFrames]:
         """Read once; return the messages that have come whole with that.
 
         Raises:
@@ -182,54 +182,54 @@ class Client:
             OSError: it has gone, or there is no memory for what it sends.
             MemoryError: likewise.
         """
-        protocol, closing = self.protocol, self.closing
+        protocol, fd_closer = self.protocol, self.closing
         if protocol.is_behind:
             return protocol.receive(b"")
         try:
             if protocol.missing >= LARGE_BYTES:
-                target = protocol.target()
-                count = self.connection.recv_into(target) if closing is None else self._receive_into(target, closing)
+                target = protocol.read_buffer()
+                count = self.connection.recv_into(target) if fd_closer is None else self._receive_into(target, fd_closer)
                 if count:
-                    return protocol.filled(count)
+                    return protocol.on_filled(count)
             else:
-                data = self.connection.recv(_CHUNK_BYTES) if closing is None else self._receive_with(closing)
+                data = self.connection.recv(_CHUNK_BYTES) if fd_closer is None else self._receive_message(fd_closer)
                 if data:
                     return protocol.receive(data)
         except BlockingIOError:
             return []
         raise ConnectionResetError
 
-    def _receive_with(self, closing: Closing) -> bytes:
+    def _receive_message(self, fd_closer: Closing) -> bytes:
         data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        self._refuse(ancillary, closing)
+        self._reject_descriptors(ancillary, fd_closer)
         return data
 
-    def _receive_into(self, target: memoryview, closing: Closing) -> int:
+    def _receive_into(self, target: memoryview, fd_closer: Closing) -> int:
         count, ancillary, _, _ = self.connection.recvmsg_into([target], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        self._refuse(ancillary, closing)
+        self._reject_descriptors(ancillary, fd_closer)
         return count
 
-    def _refuse(self, ancillary: Sequence[tuple[int, int, bytes]], closing: Closing) -> None:
-        received = array.array("i")
+    def _reject_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], fd_closer: Closing) -> None:
+        received_fds = array.array("i")
         for _, _, content in ancillary:
-            received.frombytes(content[: len(content) - len(content) % received.itemsize])
-        for each in received:
-            closing.close(self.user, each)
-        if received:
+            received_fds.frombytes(content[: len(content) - len(content) % received_fds.itemsize])
+        for each in received_fds:
+            fd_closer.close(self.user, each)
+        if received_fds:
             raise DescriptorsError
 
-    def send(self, pieces: Sequence[Any]) -> bool:
+    def send(self, chunks: Sequence[Any]) -> bool:
         """Send bytes, or as much of them as goes now; return whether nothing is left.
 
         Raises:
             OSError: it has gone.
         """
         outgoing = self.outgoing
-        if outgoing.nbytes or sum(map(len, pieces)) > _JOINED_BYTES:
+        if outgoing.nbytes or sum(map(len, chunks)) > _MAX_JOINED_BYTES:
             is_first = not outgoing.nbytes
-            outgoing.put(pieces)
+            outgoing.put(chunks)
             return is_first and self.flush()
-        data = b"".join(pieces)
+        data = b"".join(chunks)
         try:
             sent = self.connection.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -253,7 +253,7 @@ class Client:
                 return False
         return True
 
-    def kept(self) -> int:
+    def count_buffered_bytes(self) -> int:
         """Return how many bytes are kept for it now."""
         count = self.protocol.held + self.outgoing.nbytes + self.sealing
         if self.stream is not None:
@@ -279,7 +279,7 @@ class Client:
         self.stream = self.far = None
 
 
-def user_of(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
+def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
     """Return on whose account a new connection goes, and whether that is an operator.
 
     Args:
@@ -291,7 +291,7 @@ def user_of(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
     """
     if peers is None:
         uid = credentials(connection).uid
-        return f"uid {uid}", uid in _OPERATORS
+        return f"uid {uid}", uid in _OPERATOR_UIDS
     peer = peers.of(connection)
     if not peer.is_known:
         raise OSError("it has gone")
@@ -315,27 +315,27 @@ def tenant_of(connection: socket.socket, key: str, membership: Membership) -> st
     return membership.of(uid, (gid, *groups(connection)), key)
 
 
-def buffer_bytes(count: int) -> int:
+def kernel_buffer_bytes(connection_count: int) -> int:
     """Return how large a kernel buffer of one more connection of a user is to be who has so many."""
-    return min(max(_USER_BUFFER_BYTES // max(count, 1), _LEAST_BUFFER_BYTES), _BUFFER_BYTES)
+    return min(max(_MAX_USER_BUFFER_BYTES // max(connection_count, 1), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
 
 
-def prepare(connection: socket.socket, count: int) -> None:
+def configure_socket(connection: socket.socket, connection_count: int) -> None:
     """Set the options of a new connection of a user who has so many.
 
     Raises:
         OSError: it has gone.
     """
     connection.setblocking(False)
-    limit_buffers(connection, count)
+    set_buffer_sizes(connection, connection_count)
     if connection.family != socket.AF_UNIX:
         for level, option, value in _TCP_OPTIONS:
             connection.setsockopt(level, option, value)
 
 
-def limit_buffers(connection: socket.socket, count: int) -> None:
+def set_buffer_sizes(connection: socket.socket, connection_count: int) -> None:
     """Set how much the kernel keeps of what one end has sent and the other has not read."""
-    nbytes = buffer_bytes(count)
+    nbytes = kernel_buffer_bytes(connection_count)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)

@@ -15,74 +15,74 @@ _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _PR_SET_NAME = 15
 _CAPABILITY_VERSION_3 = 0x20080522
-_CAPABILITIES = 64
+_CAPABILITY_COUNT = 64
 
 # Of <linux/landlock.h>, the numbers of system calls are the same on all machines. By the version of its ABI: bits of
 # what a rule set handles, that is, forbids where it has no rule.
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _LANDLOCK_VERSION = 1
-_FILES = {1: 13, 2: 14, 3: 15, 5: 16}
-_NETWORK = {4: 2}
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
+_NETWORK_RIGHTS = {4: 2}
 _SCOPES = {6: 2}
 
 _STDERR = 2
 
 
-def name_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Give this process a name, of which ps shows 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def give_up_rights() -> None:
+def drop_privileges() -> None:
     """Keep no capability, get none back, and reach no file: before threads are started, which inherit it."""
-    for number in range(_CAPABILITIES):
+    for number in range(_CAPABILITY_COUNT):
         _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _libc.capset(header, (ctypes.c_uint32 * 6)())
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _reach_nothing()
-    _limit(resource.RLIMIT_CORE, 0)
+    _restrict_access()
+    _set_limit(resource.RLIMIT_CORE, 0)
     if not stat.S_ISREG(os.fstat(_STDERR).st_mode):
         # Else it could not say what goes wrong; to open another file is forbidden above where the kernel can.
-        _limit(resource.RLIMIT_FSIZE, 0)
+        _set_limit(resource.RLIMIT_FSIZE, 0)
 
 
-def give_up_growth(most_bytes: int, *, threads: bool = False) -> None:
+def limit_growth(max_bytes: int, *, may_start_threads: bool = False) -> None:
     """Start no process or thread any more, and map no more than so much memory in all."""
-    if not threads:
-        _limit(resource.RLIMIT_NPROC, 0)
-    _limit(resource.RLIMIT_AS, most_bytes)
+    if not may_start_threads:
+        _set_limit(resource.RLIMIT_NPROC, 0)
+    _set_limit(resource.RLIMIT_AS, max_bytes)
 
 
-def _reach_nothing() -> None:
+def _restrict_access() -> None:
     """No file, no port and no process outside (landlock(7)), as far as the kernel can forbid it."""
-    version = landlock()
+    version = landlock_version()
     if version < 1:
         return
-    handled = [sum(_newest(bits, version)) for bits in (_FILES, _NETWORK, _SCOPES)]
-    rules = (ctypes.c_uint64 * 3)(*handled)
+    handled_rights = [sum(_supported_bits(bits, version)) for bits in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)]
+    rules = (ctypes.c_uint64 * 3)(*handled_rights)
     # Older kernels take no more than they know.
-    size = 8 * (1 + (version >= min(_NETWORK)) + (version >= min(_SCOPES)))
+    size = 8 * (1 + (version >= min(_NETWORK_RIGHTS)) + (version >= min(_SCOPES)))
     descriptor = _libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
     if descriptor >= 0:
         _libc.syscall(_LANDLOCK_RESTRICT, descriptor, 0)
         os.close(descriptor)
 
 
-def landlock() -> int:
+def landlock_version() -> int:
     """Return the version of landlock that the kernel has; less than 1 for none."""
     version: int = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     return version
 
 
-def _newest(bits: dict[int, int], version: int) -> list[int]:
-    known = [count for since, count in bits.items() if since <= version]
-    return [1 << bit for bit in range(max(known, default=0))]
+def _supported_bits(bits: dict[int, int], version: int) -> list[int]:
+    bit_counts = [count for since, count in bits.items() if since <= version]
+    return [1 << bit for bit in range(max(bit_counts, default=0))]
 
 
-def _limit(which: int, most: int) -> None:
-    _, hard = resource.getrlimit(which)
+def _set_limit(resource_id: int, limit: int) -> None:
+    _, hard = resource.getrlimit(resource_id)
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(which, (most, most))
+        limit = min(limit, hard)
+    resource.setrlimit(resource_id, (limit, limit))

@@ -40,42 +40,42 @@ if TYPE_CHECKING:
     from weightd.shared.peers import Peers
 
 # A client has to complete its handshake in this time, and a user may have so many that have not.
-HANDSHAKE_S = 5.0
-MAX_HANDSHAKES = 256
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_USER_HANDSHAKES = 256
 
 # When the daemon ends, and when it closes a stream: the last answers get so long to be read.
 LINGER_S = 1.0
 
 # A connection to which everything was sent is closed after this time: over TCP what the client has not read by then may
 # be lost, if the client goes on sending.
-_FAREWELL_S = 0.1
+_CLOSE_DELAY_S = 0.1
 
 # In one turn of the loop so many reads are done at once; what is ready beyond that waits for its turn.
-_READS = 2
+_MAX_READS_PER_TURN = 2
 
 # Reads of waiting clients go on for so long before the loop looks at everything else.
-_SLICE_S = 2e-4
+_TIME_SLICE_S = 2e-4
 
 # Between two lines of the log about connections of one user that were hung up or refused.
-_LINES_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # After more than this was kept, and nothing for some time, memory is given back to the kernel.
-_LARGE_BYTES = 1024 * 1024
-_QUIET_S = 1.0
+_TRIM_THRESHOLD_BYTES = 1024 * 1024
+_TRIM_DELAY_S = 1.0
 
 # While the kernel lets this process send no descriptor, the gate tries again after so long.
-_RETRY_S = 0.1
+_RETRY_INTERVAL_S = 0.1
 
 # Of a connection: its own, and this end of its pair.
-_DESCRIPTORS = 2
+_DESCRIPTORS_PER_CLIENT = 2
 
 _NEVER = float("inf")
 
 
-def max_connections(bound: int = 0) -> int:
+def max_connections(configured_limit: int = 0) -> int:
     """Return how many clients may be connected under the process's present limit, and this bound if it is none of 0."""
-    most = max(1, for_clients() // _DESCRIPTORS)
-    return min(most, bound) if bound else most
+    descriptor_limit = max(1, for_clients() // _DESCRIPTORS_PER_CLIENT)
+    return min(descriptor_limit, configured_limit) if configured_limit else descriptor_limit
 
 
 class User:
@@ -90,7 +90,7 @@ class User:
     def __init__(self) -> None:
         self.clients: set[Client] = set()
         self.handshakes: dict[Client, None] = {}
-        self.nbytes = 0
+        self.buffered_bytes = 0
 
 
 class Gate:
@@ -107,51 +107,51 @@ class Gate:
     def __init__(
         self,
         listener: socket.socket,
-        link: Stream,
-        terms: Terms,
-        separate: Separate | None = None,
-        closing: Closing | None = None,
+        control_stream: Stream,
+        config: Terms,
+        crypto_thread: Separate | None = None,
+        fd_closer: Closing | None = None,
     ) -> None:
-        self._closing = closing
-        self._link = link
-        self._terms = terms
-        self._bounds = zmtp.Bounds(terms.max_frame_bytes, terms.max_memory_bytes)
-        self._separate = separate
-        self._keys = _known(terms.keys)
-        self._mechanism = self._mechanisms()
-        self._admission = Admission(Limits(terms.max_user_connections, terms.max_user_connection_rate))
-        self._peers = _peers() if listener.family != socket.AF_UNIX else None
-        self._membership = _membership(terms.tenants)
-        self._crowd: Crowd[Client] = Crowd()
+        self._fd_closer = fd_closer
+        self._control_stream = control_stream
+        self._config = config
+        self._limits = zmtp.Bounds(config.max_frame_bytes, config.max_memory_bytes)
+        self._crypto_thread = crypto_thread
+        self._allowed_keys = _key_set(config.keys)
+        self._new_mechanism = self._mechanism_factory()
+        self._admission = Admission(Limits(config.max_user_connections, config.max_user_connection_rate))
+        self._peers = _new_peers() if listener.family != socket.AF_UNIX else None
+        self._membership = _new_membership(config.tenants)
+        self._connection_limiter: Crowd[Client] = Crowd()
         self._users: dict[str, User] = {}
-        self._kept = 0
+        self._buffered_bytes = 0
         # Clients whom the daemon knows, and those that are leaving, with the time at which they have to be gone.
-        self._met = 0
-        self._leaving: dict[Client, float] = {}
+        self._peer_count = 0
+        self._close_deadlines: dict[Client, float] = {}
         self._handshakes: dict[Client, None] = {}
-        self._turns: Turns[Side] = Turns()
-        self._reads = 0
-        self._ends_at = _NEVER
-        self._hang_ups = Seldom(_LINES_S)
-        self._refusals = Seldom(_LINES_S)
+        self._read_queue: Turns[Side] = Turns()
+        self._reads_this_turn = 0
+        self._stops_at = _NEVER
+        self._disconnect_log = Seldom(_LOG_INTERVAL_S)
+        self._refusal_log = Seldom(_LOG_INTERVAL_S)
         self._loop = Loop()
-        self._handshake_timer = Timer(self._end_handshakes)
-        self._leave_timer = Timer(self._end_leaving)
-        self._trim_timer = Timer(lambda _: memory.trim())
-        self._link_timer = Timer(self._retry_link)
-        for timer in (self._handshake_timer, self._leave_timer, self._trim_timer, self._link_timer):
+        self._handshake_timer = Timer(self._on_handshake_timer)
+        self._close_timer = Timer(self._on_close_timer)
+        self._trim_timer = Timer(lambda _: memory.trim_heap())
+        self._control_retry_timer = Timer(self._on_control_retry)
+        for timer in (self._handshake_timer, self._close_timer, self._trim_timer, self._control_retry_timer):
             self._loop.add_timer(timer)
-        self._accepting = Accepting(listener, self._loop, self._let_in, lambda text: self._log(ERROR, text))
-        self._loop.add(link.fileno(), self._on_link)
-        if separate is not None:
-            self._loop.add(separate.descriptor, separate.collect)
+        self._acceptor = Accepting(listener, self._loop, self._on_connection, lambda text: self._log(ERROR, text))
+        self._loop.add(control_stream.fileno(), self._on_control_readable)
+        if crypto_thread is not None:
+            self._loop.add(crypto_thread.descriptor, crypto_thread.collect)
 
     def run(self) -> None:
         """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
-        while self._ends_at == _NEVER:
+        while self._stops_at == _NEVER:
             self._loop.wait()
-        while (self._met or self._leaving) and clock.now() < self._ends_at:
-            self._loop.wait(self._ends_at - clock.now())
+        while (self._peer_count or self._close_deadlines) and clock.now() < self._stops_at:
+            self._loop.wait(self._stops_at - clock.now())
 
     def close(self) -> None:
         """Close all connections."""
@@ -164,53 +164,53 @@ class Gate:
 
     # --- who connects -------------------------------------------------------------------------------------------
 
-    def _let_in(self, connection: socket.socket) -> bool:
+    def _on_connection(self, connection: socket.socket) -> bool:
         """Begin with a new connection, or refuse it before anything else is done for it."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
-                name, is_operator = self._user_of(connection)
+                name, is_operator = self._identify_user(connection)
             except OSError:
                 return True  # it has gone
             now = clock.now()
             refusal = None if is_operator else self._admission.refusal(name, now)
             if refusal is not None:
-                self._tell(self._refusals, name, f"new connection of {name} refused: {refusal}")
+                self._log_rate_limited(self._refusal_log, name, f"new connection of {name} refused: {refusal}")
                 return False
             user = self._users.get(name) or User()
             client = Client(
-                connection, name, zmtp.Connection(self._mechanism(), self._bounds), now, self._receive, self._closing
+                connection, name, zmtp.Connection(self._new_mechanism(), self._limits), now, self._read_client, self._fd_closer
             )
             try:
-                clients.prepare(connection, len(user.clients) + 1)
+                clients.configure_socket(connection, len(user.clients) + 1)
                 client.send(client.protocol.replies)
             except OSError:
                 return True  # likewise
             client.protocol.replies = []
             stack.pop_all()
-        self._enter(client, user, now)
+        self._add_client(client, user, now)
         return True
 
-    def _enter(self, client: Client, user: User, now: float) -> None:
+    def _add_client(self, client: Client, user: User, now: float) -> None:
         self._users[client.user] = user
         user.clients.add(client)
         user.handshakes[client] = self._handshakes[client] = None
         self._admission.enters(client.user)
-        self._crowd.add(client, client.user, self._account_of(client))
-        self._loop.add(client.near.descriptor, functools.partial(self._on_ready, client.near))
-        self._handshake_timer.due_by(now + HANDSHAKE_S)
-        if len(user.handshakes) > MAX_HANDSHAKES:
-            self._hang_up(next(iter(user.handshakes)), f"its user has more than {MAX_HANDSHAKES} handshakes under way")
-        self._reduce()
+        self._connection_limiter.add(client, client.user, self._account_of(client))
+        self._loop.add(client.near.descriptor, functools.partial(self._on_readable, client.near))
+        self._handshake_timer.due_by(now + HANDSHAKE_TIMEOUT_S)
+        if len(user.handshakes) > MAX_USER_HANDSHAKES:
+            self._disconnect(next(iter(user.handshakes)), f"its user has more than {MAX_USER_HANDSHAKES} handshakes under way")
+        self._evict_excess()
 
-    def _reduce(self) -> None:
+    def _evict_excess(self) -> None:
         """Hang up the connections that are too many."""
-        most = max_connections(self._terms.max_connections)
-        key = "max_connections" if most == self._terms.max_connections else "LimitNOFILE"
-        for each in self._crowd.reduce(most, key):
-            self._hang_up(each.guest, each.why)
+        limit = max_connections(self._config.max_connections)
+        limit_name = "max_connections" if limit == self._config.max_connections else "LimitNOFILE"
+        for each in self._connection_limiter.reduce(limit, limit_name):
+            self._disconnect(each.guest, each.why)
 
-    def _user_of(self, connection: socket.socket) -> tuple[str, bool]:
+    def _identify_user(self, connection: socket.socket) -> tuple[str, bool]:
         """Return the user of a new connection, and whether it is an operator.
 
         All users of a Unix socket that belong to no tenant are one user. Over TCP a key may still show the tenant.
@@ -218,147 +218,147 @@ class Gate:
         Raises:
             OSError: it has gone.
         """
-        user, is_operator = clients.user_of(connection, self._peers)
+        user, is_operator = clients.identify_user(connection, self._peers)
         if self._membership is None or self._peers is not None or is_operator:
             return user, is_operator
-        is_known = clients.tenant_of(connection, "", self._membership) not in (None, NO_TENANT)
-        return user if is_known else NO_TENANT, False
+        has_tenant = clients.tenant_of(connection, "", self._membership) not in (None, NO_TENANT)
+        return user if has_tenant else NO_TENANT, False
 
     def _account_of(self, client: Client) -> str:
         if self._membership is None:
             return EVERYONE
         with contextlib.suppress(OSError):  # it has gone
-            return clients.tenant_of(client.connection, client.protocol.mechanism.key, self._membership) or NO_TENANT
+            return clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._membership) or NO_TENANT
         return NO_TENANT
 
-    def _renew_accounts(self) -> None:
-        self._crowd = Crowd()
-        everyone = [client for user in self._users.values() for client in user.clients]
-        for each in sorted(everyone, key=lambda client: client.since):
-            self._crowd.add(each, each.user, self._account_of(each))
-        self._reduce()
+    def _reassign_accounts(self) -> None:
+        self._connection_limiter = Crowd()
+        all_clients = [client for user in self._users.values() for client in user.clients]
+        for each in sorted(all_clients, key=lambda client: client.since):
+            self._connection_limiter.add(each, each.user, self._account_of(each))
+        self._evict_excess()
 
-    def _end_handshakes(self, now: float) -> None:
+    def _on_handshake_timer(self, now: float) -> None:
         while self._handshakes:
             first = next(iter(self._handshakes))
-            if first.since + HANDSHAKE_S > now:
-                self._handshake_timer.set(first.since + HANDSHAKE_S)
+            if first.since + HANDSHAKE_TIMEOUT_S > now:
+                self._handshake_timer.set(first.since + HANDSHAKE_TIMEOUT_S)
                 return
-            self._hang_up(first, f"its handshake is not complete after {HANDSHAKE_S:g} s")
+            self._disconnect(first, f"its handshake is not complete after {HANDSHAKE_TIMEOUT_S:g} s")
 
-    def _mechanisms(self) -> Callable[[], zmtp.Mechanism]:
-        if not self._terms.secret:
+    def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
+        if not self._config.secret:
             return zmtp.Null
-        from weightd.daemon.gate.curve import Curve, secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
+        from weightd.daemon.gate.curve import Curve, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
 
-        return functools.partial(Curve, secret_key(self._terms.secret), lambda key: key in self._keys)
+        return functools.partial(Curve, decode_secret_key(self._config.secret), lambda key: key in self._allowed_keys)
 
     # --- what is ready ------------------------------------------------------------------------------------------
 
-    def _on_ready(self, side: Side) -> None:
+    def _on_readable(self, side: Side) -> None:
         """Something can be read, or the other end is closed."""
         if side.holds:
-            if side.is_gone():
-                self._on_gone(side)
+            if side.has_peer_closed():
+                self._on_peer_closed(side)
             return
-        if self._turns or self._reads >= _READS:
-            self._wait(side)
+        if self._read_queue or self._reads_this_turn >= _MAX_READS_PER_TURN:
+            self._queue_read(side)
             return
-        if not self._reads:
-            self._loop.soon(self._end_turn)
-        self._reads += 1
+        if not self._reads_this_turn:
+            self._loop.soon(self._on_turn_end)
+        self._reads_this_turn += 1
         if not side.read(side.client) and side.is_open:
-            self._wait(side)
+            self._queue_read(side)
 
-    def _end_turn(self) -> None:
-        self._reads = 0
+    def _on_turn_end(self) -> None:
+        self._reads_this_turn = 0
 
-    def _wait(self, side: Side) -> None:
+    def _queue_read(self, side: Side) -> None:
         """Let a side have its turn."""
-        self._hold(side, Side.TURN)
-        self._turns.wait(side.client.user, side)
-        self._loop.soon(self._serve)
+        self._pause_reading(side, Side.WAITS_FOR_TURN)
+        self._read_queue.put(side.client.user, side)
+        self._loop.soon(self._serve_queue)
 
-    def _serve(self) -> None:
+    def _serve_queue(self) -> None:
         """Read what waits, for a moment."""
-        until = clock.now() + _SLICE_S
-        while self._turns:
-            side = self._turns.take()
-            if side.holds != Side.TURN or side.read(side.client):
-                self._release(side, Side.TURN)
+        deadline = clock.now() + _TIME_SLICE_S
+        while self._read_queue:
+            side = self._read_queue.take()
+            if side.holds != Side.WAITS_FOR_TURN or side.read(side.client):
+                self._resume_reading(side, Side.WAITS_FOR_TURN)
             elif side.is_open:
-                self._turns.wait(side.client.user, side)
-            if clock.now() >= until:
+                self._read_queue.put(side.client.user, side)
+            if clock.now() >= deadline:
                 break
-        if self._turns:
-            self._loop.soon(self._serve)
+        if self._read_queue:
+            self._loop.soon(self._serve_queue)
 
-    def _hold(self, side: Side, why: int) -> None:
+    def _pause_reading(self, side: Side, reason: int) -> None:
         """Read nothing, for one more reason."""
         if side.is_open and not side.holds:
             self._loop.pause(side.descriptor)
-        side.holds |= why
+        side.holds |= reason
 
-    def _release(self, side: Side, why: int) -> None:
+    def _resume_reading(self, side: Side, reason: int) -> None:
         """Read again if there is no other reason not to."""
-        if side.holds & why and side.is_open:
-            side.holds &= ~why
+        if side.holds & reason and side.is_open:
+            side.holds &= ~reason
             if not side.holds:
                 self._loop.resume(side.descriptor)
 
-    def _on_gone(self, side: Side) -> None:
+    def _on_peer_closed(self, side: Side) -> None:
         client = side.client
         if side is client.near:
-            self._close(client)
-        elif client not in self._leaving:
+            self._remove_client(client)
+        elif client not in self._close_deadlines:
             # What the daemon has sent before is read if the client reads in time.
-            self._leave(client)
+            self._close_gracefully(client)
 
     # --- clients to daemon --------------------------------------------------------------------------------------
 
-    def _receive(self, client: Client) -> bool:
+    def _read_client(self, client: Client) -> bool:
         """Read from a client; see `Side`."""
         try:
             messages = client.receive()
         except MemoryError:
-            self._hang_up(client, "there is no memory for what it sends")
+            self._disconnect(client, "there is no memory for what it sends")
             return True
         except clients.DescriptorsError:
-            self._hang_up(client, "it sends descriptors, which no message has")
+            self._disconnect(client, "it sends descriptors, which no message has")
             return True
         except OSError:
-            self._close(client)
+            self._remove_client(client)
             return True
-        return self._go_on(client, messages)
+        return self._handle_messages(client, messages)
 
-    def _go_on(self, client: Client, messages: list[zmtp.Message]) -> bool:
+    def _handle_messages(self, client: Client, messages: list[zmtp.MessageFrames]) -> bool:
         """Pass messages on, and do what else has come of a read."""
         protocol = client.protocol
         if client in self._handshakes:
             replies, protocol.replies = protocol.replies, []
             if replies:
-                self._answer(client, replies)
+                self._send_to_client(client, replies)
             if protocol.is_ready and not client.is_closed:
-                self._end_handshake(client)
-                self._show_key(client)
+                self._forget_handshake(client)
+                self._on_client_key(client)
         if messages and not client.is_closed:
             client.requests += len(messages)
-            self._pass_on(client, messages)
+            self._forward(client, messages)
         if protocol.pong is not None and not client.is_closed:
-            self._pong(client, protocol.pong)
+            self._send_pong(client, protocol.pong)
         if protocol.error and not client.is_closed:
-            self._refuse(client, protocol.error)
+            self._reject(client, protocol.error)
         if client.is_closed or protocol.error:
             return True
         if protocol.work is not None:
-            self._hold(client.near, Side.WORK)
-            self._do(client, protocol.work, functools.partial(self._worked, client))
-        self._count(client)
+            self._pause_reading(client.near, Side.WAITS_FOR_CRYPTO)
+            self._run_in_crypto_thread(client, protocol.work, functools.partial(self._on_decrypted, client))
+        self._update_buffered_bytes(client)
         # What is behind, but may not be read now, is read by `_resume`.
-        return bool(client.near.holds & ~Side.TURN) or not protocol.is_behind
+        return bool(client.near.holds & ~Side.WAITS_FOR_TURN) or not protocol.is_behind
 
-    def _pass_on(self, client: Client, messages: list[zmtp.Message]) -> None:
-        stream = client.stream or self._meet(client)
+    def _forward(self, client: Client, messages: list[zmtp.MessageFrames]) -> None:
+        stream = client.stream or self._open_daemon_stream(client)
         if stream is None:
             return
         try:
@@ -372,72 +372,72 @@ class Gate:
         except ConnectionError:
             return  # what the daemon has said before is read first
         if stream.unsent:
-            self._hold(client.near, Side.OTHER_SIDE)
-            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_stream, client, stream))
+            self._pause_reading(client.near, Side.WAITS_FOR_OTHER_SOCKET)
+            self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
-    def _flush_stream(self, client: Client, stream: Stream) -> None:
+    def _flush_to_daemon(self, client: Client, stream: Stream) -> None:
         """The daemon has read some of what a client has sent."""
         try:
             if not stream.flush():
-                self._count(client)
+                self._update_buffered_bytes(client)
                 return
         except ConnectionError:
             pass  # as above
         self._loop.unwatch_writes(stream.fileno())
-        self._resume(client.near, Side.OTHER_SIDE)
-        self._count(client)
+        self._resume_with_backlog(client.near, Side.WAITS_FOR_OTHER_SOCKET)
+        self._update_buffered_bytes(client)
 
-    def _resume(self, side: Side, why: int) -> None:
+    def _resume_with_backlog(self, side: Side, reason: int) -> None:
         """Read again if there is no other reason not to, and first of all what is here already."""
-        if side.holds == why and side.is_behind and side.is_open:
+        if side.holds == reason and side.is_backlogged and side.is_open:
             side.holds = 0
             self._loop.resume(side.descriptor)
-            self._wait(side)
+            self._queue_read(side)
         else:
-            self._release(side, why)
+            self._resume_reading(side, reason)
 
-    def _worked(self, client: Client, result: Any) -> None:
+    def _on_decrypted(self, client: Client, result: Any) -> None:
         """A large frame was decrypted."""
         if client.is_closed:
             return
         if result is None:
-            self._hang_up(client, "there is no memory for what it sends")
+            self._disconnect(client, "there is no memory for what it sends")
             return
-        messages = client.protocol.worked(result)
-        if client not in self._leaving:
-            self._go_on(client, messages)
+        messages = client.protocol.on_work_done(result)
+        if client not in self._close_deadlines:
+            self._handle_messages(client, messages)
             if not client.is_closed:
-                self._resume(client.near, Side.WORK)
+                self._resume_with_backlog(client.near, Side.WAITS_FOR_CRYPTO)
 
-    def _meet(self, client: Client) -> Stream | None:
+    def _open_daemon_stream(self, client: Client) -> Stream | None:
         """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
         try:
             identity = client.identity()
-            ours, theirs = socket.socketpair()
+            proxy_end, daemon_end = socket.socketpair()
         except OSError as error:
-            self._hang_up(client, f"no stream to the daemon: {error.strerror}")
+            self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
-        count = len(self._users[client.user].clients)
-        for each in (ours, theirs):
-            clients.limit_buffers(each, count)
-        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, most=zmtp.MOST_MESSAGES)
-        client.stream = Stream(ours, incoming)
-        client.far = Side(client, ours.fileno(), self._fetch)
+        connection_count = len(self._users[client.user].clients)
+        for each in (proxy_end, daemon_end):
+            clients.set_buffer_sizes(each, connection_count)
+        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, most=zmtp.MAX_MESSAGES_PER_PARSE)
+        client.stream = Stream(proxy_end, incoming)
+        client.far = Side(client, proxy_end.fileno(), self._read_daemon)
         client.has_spoken = True
-        self._met += 1
-        self._loop.add(ours.fileno(), functools.partial(self._on_ready, client.far))
+        self._peer_count += 1
+        self._loop.add(proxy_end.fileno(), functools.partial(self._on_readable, client.far))
         try:
-            with theirs:
-                self._say(link.met(self._met, identity), theirs.fileno())
+            with daemon_end:
+                self._send_control(link.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
         except OSError as error:
             # No descriptor is left for what the daemon has yet to read.
-            self._hang_up(client, f"no stream to the daemon: {error.strerror}")
+            self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
         return client.stream
 
     # --- daemon to clients --------------------------------------------------------------------------------------
 
-    def _fetch(self, client: Client) -> bool:
+    def _read_daemon(self, client: Client) -> bool:
         """Read from the daemon; see `Side`."""
         stream = client.stream
         if stream is None:
@@ -446,243 +446,243 @@ class Gate:
             incoming = stream.incoming
             messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
         except ConnectionError:
-            self._part(client)
-            self._leave(client)
+            self._close_daemon_stream(client)
+            self._close_gracefully(client)
             return True
         except (MemoryError, OSError):
-            self._hang_up(client, "there is no memory for its answer")
+            self._disconnect(client, "there is no memory for its answer")
             return True
         client.requests = max(0, client.requests - len(messages))
         mechanism = client.protocol.mechanism
-        sealed = mechanism.overhead and sum(sum(message.lengths) for message in messages)
-        if sealed and sealed >= zmtp.SEPARATE_BYTES and client.far is not None:
-            client.sealing = 2 * sealed
-            self._hold(client.far, Side.WORK)
+        answer_bytes = mechanism.overhead_bytes and sum(sum(message.lengths) for message in messages)
+        if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.far is not None:
+            client.sealing = 2 * answer_bytes
+            self._pause_reading(client.far, Side.WAITS_FOR_CRYPTO)
             frames = [message.frames for message in messages]
-            self._do(client, lambda: _pieces(mechanism, frames), functools.partial(self._sealed, client))
+            self._run_in_crypto_thread(client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client))
         elif messages:
-            self._answer(client, _pieces(mechanism, [message.frames for message in messages]))
-        self._count(client)
-        return bool(client.far is None or client.far.holds & ~Side.TURN or not incoming.is_behind)
+            self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
+        self._update_buffered_bytes(client)
+        return bool(client.far is None or client.far.holds & ~Side.WAITS_FOR_TURN or not incoming.is_behind)
 
-    def _sealed(self, client: Client, pieces: list[Any] | None) -> None:
+    def _on_encrypted(self, client: Client, chunks: list[Any] | None) -> None:
         """Large answers were encrypted."""
         if client.is_closed:
             return
         client.sealing = 0
-        if pieces is None:
-            self._hang_up(client, "there is no memory for its answer")
+        if chunks is None:
+            self._disconnect(client, "there is no memory for its answer")
             return
-        self._answer(client, pieces)
+        self._send_to_client(client, chunks)
         if client.far is not None and not client.is_closed:
-            self._resume(client.far, Side.WORK)
-        self._settle(client)
+            self._resume_with_backlog(client.far, Side.WAITS_FOR_CRYPTO)
+        self._shut_down_when_sent(client)
 
-    def _answer(self, client: Client, pieces: Sequence[Any]) -> None:
+    def _send_to_client(self, client: Client, chunks: Sequence[Any]) -> None:
         """Send bytes to a client; while some are left, nothing more is fetched for it."""
         try:
-            is_all = client.send(pieces)
+            is_sent = client.send(chunks)
         except OSError:
-            self._close(client)
+            self._remove_client(client)
             return
-        if not is_all:
+        if not is_sent:
             if client.far is not None:
-                self._hold(client.far, Side.OTHER_SIDE)
-            self._loop.watch_writes(client.near.descriptor, functools.partial(self._flush_client, client))
+                self._pause_reading(client.far, Side.WAITS_FOR_OTHER_SOCKET)
+            self._loop.watch_writes(client.near.descriptor, functools.partial(self._flush_to_client, client))
 
-    def _flush_client(self, client: Client) -> None:
+    def _flush_to_client(self, client: Client) -> None:
         """A client has read some of what it was sent."""
         try:
-            is_all = client.flush()
+            is_sent = client.flush()
         except OSError:
-            self._close(client)
+            self._remove_client(client)
             return
-        if is_all:
+        if is_sent:
             self._loop.unwatch_writes(client.near.descriptor)
             if client.far is not None:
-                self._resume(client.far, Side.OTHER_SIDE)
-        self._count(client)
-        self._settle(client)
+                self._resume_with_backlog(client.far, Side.WAITS_FOR_OTHER_SOCKET)
+        self._update_buffered_bytes(client)
+        self._shut_down_when_sent(client)
 
-    def _pong(self, client: Client, content: bytes) -> None:
+    def _send_pong(self, client: Client, content: bytes) -> None:
         """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
         client.protocol.pong = None
         if not client.outgoing.nbytes and not client.sealing:
-            self._answer(client, [zmtp.pong(client.protocol.mechanism, content)])
+            self._send_to_client(client, [zmtp.encode_pong(client.protocol.mechanism, content)])
 
     # --- who leaves ---------------------------------------------------------------------------------------------
 
-    def _refuse(self, client: Client, text: str) -> None:
+    def _reject(self, client: Client, reason: str) -> None:
         """End a connection whose client does not follow the protocol, and tell it why."""
-        self._tell_hang_up(client, text)
+        self._log_disconnect(client, reason)
         # Nothing may be encrypted while a large answer is.
         if client.protocol.is_ready and not client.sealing:
-            frame = link.error_frame(self._terms.error, f"{text}: this connection ends")
-            self._answer(client, zmtp.message(client.protocol.mechanism, [frame]))
+            frame = link.error_frame(self._config.error, f"{reason}: this connection ends")
+            self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
         if not client.is_closed:
-            self._part(client)
-            self._leave(client)
+            self._close_daemon_stream(client)
+            self._close_gracefully(client)
 
-    def _leave(self, client: Client) -> None:
+    def _close_gracefully(self, client: Client) -> None:
         """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
-        self._hold(client.near, Side.LEAVING)
-        until = self._leaving.setdefault(client, clock.now() + LINGER_S)
-        self._leave_timer.due_by(until)
-        self._settle(client)
+        self._pause_reading(client.near, Side.DISCONNECTING)
+        deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
+        self._close_timer.due_by(deadline)
+        self._shut_down_when_sent(client)
 
-    def _settle(self, client: Client) -> None:
+    def _shut_down_when_sent(self, client: Client) -> None:
         """Where all was sent to a client that leaves, tell it that this is the end."""
-        if client in self._leaving and client.stream is None and not client.outgoing.nbytes and not client.sealing:
+        if client in self._close_deadlines and client.stream is None and not client.outgoing.nbytes and not client.sealing:
             with contextlib.suppress(OSError):
                 client.connection.shutdown(socket.SHUT_WR)
-            soon = clock.now() + _FAREWELL_S
-            self._leaving[client] = min(self._leaving[client], soon)
-            self._leave_timer.due_by(soon)
+            close_at = clock.now() + _CLOSE_DELAY_S
+            self._close_deadlines[client] = min(self._close_deadlines[client], close_at)
+            self._close_timer.due_by(close_at)
 
-    def _end_leaving(self, now: float) -> None:
-        for each in [each for each, until in self._leaving.items() if until <= now]:
-            self._close(each)
-        self._leave_timer.set(min(self._leaving.values(), default=_NEVER))
+    def _on_close_timer(self, now: float) -> None:
+        for each in [each for each, until in self._close_deadlines.items() if until <= now]:
+            self._remove_client(each)
+        self._close_timer.set(min(self._close_deadlines.values(), default=_NEVER))
 
-    def _part(self, client: Client) -> None:
+    def _close_daemon_stream(self, client: Client) -> None:
         """Close a client's stream: what it has asked ends in the daemon."""
         if client.stream is not None and client.far is not None:
-            self._turns.forget(client.user, client.far)
+            self._read_queue.remove(client.user, client.far)
             self._loop.remove(client.far.descriptor)
             client.close_stream()
-            self._met -= 1
-            self._say(link.left(self._met))
+            self._peer_count -= 1
+            self._send_control(link.encode_peer_count(self._peer_count))
 
-    def _hang_up(self, client: Client, why: str) -> None:
+    def _disconnect(self, client: Client, reason: str) -> None:
         """End a connection at once."""
-        self._tell_hang_up(client, why)
-        self._close(client)
+        self._log_disconnect(client, reason)
+        self._remove_client(client)
 
-    def _close(self, client: Client) -> None:
+    def _remove_client(self, client: Client) -> None:
         if client.is_closed:
             return
-        self._part(client)
-        self._end_handshake(client)
-        self._turns.forget(client.user, client.near)
+        self._close_daemon_stream(client)
+        self._forget_handshake(client)
+        self._read_queue.remove(client.user, client.near)
         self._loop.remove(client.near.descriptor)
         client.close()
-        self._leaving.pop(client, None)
-        self._crowd.remove(client)
+        self._close_deadlines.pop(client, None)
+        self._connection_limiter.remove(client)
         self._admission.leaves(client.user)
         user = self._users[client.user]
         user.clients.discard(client)
-        user.nbytes -= client.nbytes
-        self._kept -= client.nbytes
+        user.buffered_bytes -= client.nbytes
+        self._buffered_bytes -= client.nbytes
         if not user.clients:
             del self._users[client.user]
 
-    def _end_handshake(self, client: Client) -> None:
+    def _forget_handshake(self, client: Client) -> None:
         self._handshakes.pop(client, None)
         self._users[client.user].handshakes.pop(client, None)
 
-    def _show_key(self, client: Client) -> None:
+    def _on_client_key(self, client: Client) -> None:
         """A client has shown its key: from now on it counts as its tenant's."""
-        if client.protocol.mechanism.key and self._membership is not None:
-            self._crowd.remove(client)
-            self._crowd.add(client, client.user, self._account_of(client))
-            self._reduce()
+        if client.protocol.mechanism.peer_key and self._membership is not None:
+            self._connection_limiter.remove(client)
+            self._connection_limiter.add(client, client.user, self._account_of(client))
+            self._evict_excess()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
-    def _count(self, client: Client) -> None:
+    def _update_buffered_bytes(self, client: Client) -> None:
         """See how much is kept for a client; where that is too much in all, hang up who has most."""
         if client.is_closed:
             return
-        more = client.kept() - client.nbytes
-        if not more:
+        growth = client.count_buffered_bytes() - client.nbytes
+        if not growth:
             return
-        client.nbytes += more
-        self._users[client.user].nbytes += more
-        self._kept += more
-        if self._kept > _LARGE_BYTES:
-            self._trim_timer.set(clock.now() + _QUIET_S)
-        most = self._terms.max_memory_bytes
-        while self._kept > most:
-            user = max(self._users.values(), key=lambda each: each.nbytes)
+        client.nbytes += growth
+        self._users[client.user].buffered_bytes += growth
+        self._buffered_bytes += growth
+        if self._buffered_bytes > _TRIM_THRESHOLD_BYTES:
+            self._trim_timer.set(clock.now() + _TRIM_DELAY_S)
+        max_bytes = self._config.max_memory_bytes
+        while self._buffered_bytes > max_bytes:
+            user = max(self._users.values(), key=lambda each: each.buffered_bytes)
             largest = max(user.clients, key=lambda each: each.nbytes)
-            self._hang_up(
+            self._disconnect(
                 largest,
-                f"more than {most} bytes (max_memory_bytes) are kept for clients, and {user.nbytes} of them for this "
+                f"more than {max_bytes} bytes (max_memory_bytes) are kept for clients, and {user.buffered_bytes} of them for this "
                 "user",
             )
 
-    def _do(self, client: Client, call: Callable[[], Any], done: Callable[[Any], object]) -> None:
-        if self._separate is not None:
-            self._separate.run(client.user, call, done)
+    def _run_in_crypto_thread(self, client: Client, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
+        if self._crypto_thread is not None:
+            self._crypto_thread.submit(client.user, function, on_done)
 
     # --- the daemon ---------------------------------------------------------------------------------------------
 
-    def _tell_hang_up(self, client: Client, why: str) -> None:
-        self._tell(self._hang_ups, client.user, f"a connection of {client.user} is hung up: {why}")
+    def _log_disconnect(self, client: Client, reason: str) -> None:
+        self._log_rate_limited(self._disconnect_log, client.user, f"a connection of {client.user} is hung up: {reason}")
 
-    def _tell(self, seldom: Seldom, user: str, text: str) -> None:
+    def _log_rate_limited(self, rate_limited_log: Seldom, user: str, text: str) -> None:
         """Log what a user can bring about as often as it likes."""
-        untold = seldom.tell(user, clock.now())
-        if untold is not None:
-            more = f" ({untold} more of {user} since the last such line)" if untold else ""
-            self._log(WARNING, text + more)
+        suppressed_count = rate_limited_log.tell(user, clock.now())
+        if suppressed_count is not None:
+            suffix = f" ({suppressed_count} more of {user} since the last such line)" if suppressed_count else ""
+            self._log(WARNING, text + suffix)
 
     def _log(self, level: int, text: str) -> None:
-        self._say(link.said(level, text))
+        self._send_control(link.encode_log_line(level, text))
 
-    def _say(self, message: bytes, *descriptors: int) -> None:
+    def _send_control(self, message: bytes, *descriptors: int) -> None:
         """Send a message to the daemon.
 
         Raises:
             OSError: no descriptor is left for those that cannot be sent at once; the message is not sent.
         """
-        if self._ends_at != _NEVER:
+        if self._stops_at != _NEVER:
             return  # the link is closed
         try:
-            is_all = self._link.send([message], descriptors)
+            is_sent = self._control_stream.send([message], descriptors)
         except ConnectionError:
             return  # the daemon has gone: the link tells
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
-            self._link.queue([message], descriptors)
-            is_all = False
-        if not is_all:
-            self._loop.watch_writes(self._link.fileno(), self._flush_link)
+            self._control_stream.queue([message], descriptors)
+            is_sent = False
+        if not is_sent:
+            self._loop.watch_writes(self._control_stream.fileno(), self._flush_control)
 
-    def _flush_link(self) -> None:
+    def _flush_control(self) -> None:
         try:
-            if not self._link.flush():
+            if not self._control_stream.flush():
                 return
         except ConnectionError:
             pass  # as above
         except OSError:
             # Processes of this user have more descriptors in flight than the kernel allows this process (unix(7),
             # ETOOMANYREFS). The link can be written to all the while.
-            self._link_timer.set(clock.now() + _RETRY_S)
-        self._loop.unwatch_writes(self._link.fileno())
+            self._control_retry_timer.set(clock.now() + _RETRY_INTERVAL_S)
+        self._loop.unwatch_writes(self._control_stream.fileno())
 
-    def _retry_link(self, _: float) -> None:
-        if self._ends_at == _NEVER:
-            self._loop.watch_writes(self._link.fileno(), self._flush_link)
+    def _on_control_retry(self, _: float) -> None:
+        if self._stops_at == _NEVER:
+            self._loop.watch_writes(self._control_stream.fileno(), self._flush_control)
 
-    def _on_link(self) -> None:
+    def _on_control_readable(self) -> None:
         try:
-            for message in self._link.receive():
-                keys, tenants = link.of_gates_daemon(message.frames[0])
-                self._keys, self._membership = _known(keys), _membership(tenants)
-                self._renew_accounts()
+            for message in self._control_stream.receive():
+                keys, tenants = link.parse_allowed_peers(message.frames[0])
+                self._allowed_keys, self._membership = _key_set(keys), _new_membership(tenants)
+                self._reassign_accounts()
         except ConnectionError:
             # What it has said last is still passed on; nothing new is taken.
-            self._loop.remove(self._link.fileno())
-            self._accepting.stop()
+            self._loop.remove(self._control_stream.fileno())
+            self._acceptor.stop()
             for user in self._users.values():
                 for each in user.clients:
-                    self._hold(each.near, Side.LEAVING)
-            self._ends_at = clock.now() + LINGER_S
+                    self._pause_reading(each.near, Side.DISCONNECTING)
+            self._stops_at = clock.now() + LINGER_S
 
 
-def _peers() -> Peers:
+def _new_peers() -> Peers:
     from weightd.shared.peers import Peers  # noqa: PLC0415 - a gate on a Unix socket does without
 
     return Peers()
@@ -695,13 +695,13 @@ class _Any:
         return True
 
 
-def _known(keys: Sequence[str] | None) -> frozenset[str] | _Any:
+def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _Any:
     return _Any() if keys is None else frozenset(keys)
 
 
-def _membership(tenants: Sequence[Members] | None) -> Membership | None:
+def _new_membership(tenants: Sequence[Members] | None) -> Membership | None:
     return None if tenants is None else Membership(tenants)
 
 
-def _pieces(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
-    return [piece for frames in messages for piece in zmtp.message(mechanism, frames)]
+def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
+    return [piece for frames in messages for piece in zmtp.encode_message(mechanism, frames)]

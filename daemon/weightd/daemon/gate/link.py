@@ -22,7 +22,7 @@ from weightd.shared.stream import Stream
 # As in `logging`, which a gate does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40
 
-Log = Callable[[int, str], object]
+LogFunction = Callable[[int, str], object]
 """Writes a line, with its level."""
 
 
@@ -55,7 +55,7 @@ class Terms(NamedTuple):
     tenants: Sequence[Members] | None
     error: bytes
 
-    def frames(self, number: int) -> list[bytes]:
+    def to_frames(self, number: int) -> list[bytes]:
         """Return the message by which the zygote is asked for the gate of this number."""
         return [json.dumps([number, *self[:-1]]).encode(), self.error]
 
@@ -79,13 +79,13 @@ class PeerIdentity(NamedTuple):
     pid: int | None
     user: str
     gids: tuple[int, ...] = ()
-    key: str = ""
+    public_key: str = ""
 
 
 class Met(NamedTuple):
     """Somebody has spoken for the first time; so many peers are there now."""
 
-    peers: int
+    peer_count: int
     identity: PeerIdentity
 
 
@@ -109,70 +109,70 @@ class News(NamedTuple):
     pid: int
     status: int | None
 
-    def frame(self) -> bytes:
+    def to_frame(self) -> bytes:
         """Return it as it is sent."""
         return json.dumps(self).encode()
 
 
-def to_daemon(connection: socket.socket, *, takes_descriptors: bool = False) -> Stream:
+def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool = False) -> Stream:
     """Return the end of a link that the daemon's messages come to: each has all keys and tenants, however many."""
-    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), takes_descriptors=takes_descriptors)
+    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), takes_descriptors=accepts_descriptors)
 
 
-def of_daemon(frames: Sequence[Any]) -> tuple[int, Terms]:
+def parse_fork_request(frames: Sequence[Any]) -> tuple[int, Terms]:
     """Return what `Terms.frames` has written."""
-    number, *terms, tenants = json.loads(frames[0])
-    values: list[Any] = [*terms, _members(tenants), bytes(frames[1])]
+    number, *fields, tenants = json.loads(frames[0])
+    values: list[Any] = [*fields, _parse_members(tenants), bytes(frames[1])]
     return number, Terms(*values)
 
 
-def _members(rows: Sequence[Any] | None) -> list[Members] | None:
+def _parse_members(rows: Sequence[Any] | None) -> list[Members] | None:
     return None if rows is None else [Members(*each) for each in rows]
 
 
-def error_start(message: bytes) -> bytes:
+def error_prefix(message: bytes) -> bytes:
     """Return what is to be in `Terms.error`, from an encoded error without a text, which has the text at its end."""
     return message[:-1]
 
 
-def error_frame(start: bytes, text: str) -> bytes:
+def error_frame(prefix: bytes, text: str) -> bytes:
     """Return the error with a text: as msgpack writes a text of up to 65,535 bytes."""
     encoded = text.encode()
-    return start + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
+    return prefix + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
-def admits(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
+def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[Members] | None) -> bytes:
     """Return the message to a gate with new keys and tenants, see `Terms`; `of_gates_daemon` reads it."""
     return json.dumps([keys, tenants]).encode()
 
 
-def of_gates_daemon(frame: Any) -> tuple[Sequence[str] | None, Sequence[Members] | None]:
+def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[Members] | None]:
     """Return what `admits` has written."""
     keys, tenants = json.loads(bytes(frame))
-    return None if keys is None else [*keys], _members(tenants)
+    return None if keys is None else [*keys], _parse_members(tenants)
 
 
-def of_zygote(frame: Any) -> News:
+def parse_proxy_event(frame: Any) -> News:
     """Return what `News.frame` has written."""
     return News(*json.loads(bytes(frame)))
 
 
-def met(peers: int, identity: PeerIdentity) -> bytes:
+def encode_peer_connected(peer_count: int, identity: PeerIdentity) -> bytes:
     """Return a `Met`, to be read by `of_gate`."""
-    return json.dumps([peers, *identity]).encode()
+    return json.dumps([peer_count, *identity]).encode()
 
 
-def left(peers: int) -> bytes:
+def encode_peer_count(peer_count: int) -> bytes:
     """Return how many peers are left, to be read by `of_gate`."""
-    return json.dumps([peers]).encode()
+    return json.dumps([peer_count]).encode()
 
 
-def said(level: int, text: str) -> bytes:
+def encode_log_line(level: int, text: str) -> bytes:
     """Return a `Said`, to be read by `of_gate`."""
     return json.dumps([level, text]).encode()
 
 
-def of_gate(frame: Any) -> Met | Said | int:
+def parse_proxy_message(frame: Any) -> Met | Said | int:
     """Return what a gate has said: somebody new, a line for the log, or how many are left."""
     first, *rest = json.loads(bytes(frame))
     if not rest:

@@ -10,14 +10,14 @@ import resource
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 # Less than a holder's (`weightd.shared.oom`, which is not imported, to stay small): it is there again at once.
-_ABOVE_DAEMON = 100
-_SCORE = "/proc/self/oom_score_adj"
+_OOM_SCORE_INCREMENT = 100
+_OOM_SCORE_PATH = "/proc/self/oom_score_adj"
 
 
-def go_before_the_daemon() -> None:
+def raise_oom_score() -> None:
     """When memory runs out, have the kernel choose this process rather than the daemon."""
-    with contextlib.suppress(OSError, ValueError), open(_SCORE, "rb+", 0) as file:
-        score = min(int(file.read()) + _ABOVE_DAEMON, 1000)
+    with contextlib.suppress(OSError, ValueError), open(_OOM_SCORE_PATH, "rb+", 0) as file:
+        score = min(int(file.read()) + _OOM_SCORE_INCREMENT, 1000)
         file.seek(0)
         file.write(b"%d\n" % score)
 
@@ -28,7 +28,7 @@ def mapped_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Give memory that was freed back to the kernel; this takes a few milliseconds for each 50 MiB."""
     if _malloc_trim is not None:
         _malloc_trim(0)

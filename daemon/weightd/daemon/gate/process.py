@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from weightd.daemon.gate import confinement
 from weightd.daemon.gate.gate import Gate
-from weightd.daemon.gate.link import Terms, to_daemon
-from weightd.daemon.gate.memory import go_before_the_daemon, mapped_bytes
+from weightd.daemon.gate.link import Terms, new_control_stream
+from weightd.daemon.gate.memory import raise_oom_score, mapped_bytes
 from weightd.daemon.gate.separate import Separate
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.crowding import allow_descriptors
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from weightd.daemon.host.closing import Closing
 
 # Beside what it may take for clients: what the allocator sets aside for each thread, and what only looks like memory.
-_MARGIN_BYTES = 256 * 1024 * 1024
+_ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 
 
-def run(link: socket.socket, listener: socket.socket, terms: Terms) -> None:
+def run(control_socket: socket.socket, listener: socket.socket, config: Terms) -> None:
     """Serve until the daemon's end of the link is closed."""
-    confinement.name_process(f"gate {terms.name}")
+    confinement.set_process_name(f"gate {config.name}")
     allow_descriptors()
-    go_before_the_daemon()
-    mapped = mapped_bytes()
+    raise_oom_score()
+    initial_bytes = mapped_bytes()
     listener.setblocking(False)
-    separate = Separate() if terms.secret else None
-    closing = None if refuse_descriptors(listener) else _closing()
-    gate = Gate(listener, to_daemon(link), terms, separate, closing)
-    confinement.give_up_rights()
-    if separate is not None:
-        separate.start()
+    crypto_thread = Separate() if config.secret else None
+    fd_closer = None if refuse_descriptors(listener) else _new_fd_closer()
+    zmq_proxy = Gate(listener, new_control_stream(control_socket), config, crypto_thread, fd_closer)
+    confinement.drop_privileges()
+    if crypto_thread is not None:
+        crypto_thread.start()
     # What a client announces is mapped, and then found to be too much.
-    confinement.give_up_growth(mapped + 2 * terms.max_memory_bytes + _MARGIN_BYTES, threads=closing is not None)
-    gate.run()
-    gate.close()
+    confinement.limit_growth(initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES, may_start_threads=fd_closer is not None)
+    zmq_proxy.run()
+    zmq_proxy.close()
 
 
-def _closing() -> Closing:
+def _new_fd_closer() -> Closing:
     """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
     from weightd.daemon.host.closing import INTERRUPT, Closing  # noqa: PLC0415 - a gate that needs none does without
 
-    signal.signal(INTERRUPT, _interrupted)
+    signal.signal(INTERRUPT, _ignore_signal)
     return Closing(functools.partial(print, file=sys.stderr))
 
 
-def _interrupted(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """Only end the system call that waits."""

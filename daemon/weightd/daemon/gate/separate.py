@@ -10,7 +10,7 @@ from typing import Any
 
 from weightd.daemon.gate.turns import Turns
 
-_Call = tuple[Callable[[], Any], Callable[[Any], object]]
+_Task = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class Separate:
@@ -22,19 +22,19 @@ class Separate:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._calls: Turns[_Call] = Turns()
+        self._tasks: Turns[_Task] = Turns()
         self._results: deque[tuple[Callable[[Any], object], Any]] = deque()
-        self._changed = threading.Condition()
+        self._tasks_changed = threading.Condition()
 
     def start(self) -> None:
         """Start the thread, which ends with the process."""
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run_thread, daemon=True).start()
 
-    def run(self, user: str, call: Callable[[], Any], done: Callable[[Any], object]) -> None:
+    def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
         """Call `call` in the thread for a user, and `done` with its result in `collect`; with None for no memory."""
-        with self._changed:
-            self._calls.wait(user, (call, done))
-            self._changed.notify()
+        with self._tasks_changed:
+            self._tasks.put(user, (function, on_done))
+            self._tasks_changed.notify()
 
     def collect(self) -> None:
         """Hand over the results that are there."""
@@ -43,12 +43,12 @@ class Separate:
             done, result = self._results.popleft()
             done(result)
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         while True:
-            with self._changed:
-                while not self._calls:
-                    self._changed.wait()
-                call, done = self._calls.take()
+            with self._tasks_changed:
+                while not self._tasks:
+                    self._tasks_changed.wait()
+                call, done = self._tasks.take()
             try:
                 result = call()
             except MemoryError:

@@ -11,28 +11,28 @@ class Turns(Generic[T]):
     """What waits for its turn, by its user: however much of one user waits, others wait for one piece of it."""
 
     def __init__(self) -> None:
-        self._users: dict[str, dict[T, None]] = {}
+        self._items_by_user: dict[str, dict[T, None]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._users)
+        return bool(self._items_by_user)
 
-    def wait(self, user: str, what: T) -> None:
+    def put(self, user: str, item: T) -> None:
         """Let something of a user wait behind all other of this user."""
-        self._users.setdefault(user, {})[what] = None
+        self._items_by_user.setdefault(user, {})[item] = None
 
     def take(self) -> T:
         """Return what is next, and let its user be the last one."""
-        user = next(iter(self._users))
-        waiting = self._users.pop(user)
-        what = next(iter(waiting))
-        del waiting[what]
-        if waiting:
-            self._users[user] = waiting
-        return what
+        user = next(iter(self._items_by_user))
+        user_items = self._items_by_user.pop(user)
+        item = next(iter(user_items))
+        del user_items[item]
+        if user_items:
+            self._items_by_user[user] = user_items
+        return item
 
-    def forget(self, user: str, what: T) -> None:
+    def remove(self, user: str, item: T) -> None:
         """Let something wait no more, if it does."""
-        waiting = self._users.get(user, {})
-        waiting.pop(what, None)
-        if not waiting:
-            self._users.pop(user, None)
+        user_items = self._items_by_user.get(user, {})
+        user_items.pop(item, None)
+        if not user_items:
+            self._items_by_user.pop(user, None)

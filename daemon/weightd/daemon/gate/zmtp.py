@@ -21,18 +21,18 @@ MORE, LONG, COMMAND = 1, 2, 4
 MAX_COMMAND_BYTES = 4096
 
 # What `Connection.receive` takes apart at once; the rest waits as the bytes that it is.
-MOST_MESSAGES = 16
-MOST_FRAMES = 128
+MAX_MESSAGES_PER_PARSE = 16
+MAX_FRAMES_PER_PARSE = 128
 
 # With CURVE a longer frame is encrypted and decrypted by `Connection.work` and `Sealing`, since that takes about a
 # millisecond for each MiB.
-SEPARATE_BYTES = 512 * 1024
+CRYPTO_THREAD_BYTES = 512 * 1024
 
 # A frame of which less than this is announced waits for its end among the bytes that came with it.
-_KEPT_BYTES = 8 * 1024
+_LARGE_FRAME_BYTES = 8 * 1024
 
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
-_MECHANISM = slice(12, 32)
+_MECHANISM_FIELD = slice(12, 32)
 
 _PING, _PONG = b"\4PING", b"\4PONG"
 _TTL_BYTES = 2
@@ -41,14 +41,14 @@ _CONTEXT_BYTES = 16
 # What libzmq connects to a ROUTER socket, without REQ: weightd's messages have no delimiter.
 _SOCKET_TYPES = (b"DEALER", b"ROUTER")
 
-Message = list[Any]
+MessageFrames = list[Any]
 
 
 class Bounds(NamedTuple):
     """The largest sizes that a peer may send, in bytes."""
 
-    frame: int
-    message: int
+    max_frame_bytes: int
+    max_message_bytes: int
 
 
 class MechanismError(Exception):
@@ -77,11 +77,11 @@ class Mechanism(Protocol):
 
     name: bytes
     as_server: bool
-    key: str
+    peer_key: str
     is_complete: bool
-    overhead: int
+    overhead_bytes: int
 
-    def receive(self, command: bytes) -> bytes:
+    def handle_handshake_command(self, command: bytes) -> bytes:
         """Take the next command of the handshake; return the command to answer with.
 
         Raises:
@@ -105,18 +105,18 @@ class Mechanism(Protocol):
 class Null:
     """The mechanism NULL: no security."""
 
-    name, as_server, key, overhead = b"NULL", False, "", 0
+    name, as_server, peer_key, overhead_bytes = b"NULL", False, "", 0
 
     def __init__(self) -> None:
         self.is_complete = False
 
-    def receive(self, command: bytes) -> bytes:
+    def handle_handshake_command(self, command: bytes) -> bytes:
         """See `Mechanism`."""
         if not command.startswith(b"\5READY"):
             raise MechanismError("expected a READY command")
         check_metadata(command[6:])
         self.is_complete = True
-        return b"\5READY" + METADATA
+        return b"\5READY" + SOCKET_METADATA
 
     def open(self, content: Any) -> tuple[int, Any]:
         """See `Mechanism`."""
@@ -163,19 +163,19 @@ class Connection:
         "work",
     )
 
-    def __init__(self, mechanism: Mechanism, bounds: Bounds) -> None:
+    def __init__(self, mechanism: Mechanism, limits: Bounds) -> None:
         self.mechanism = mechanism
-        self.replies: list[bytes] = [_greeting(mechanism)]
+        self.replies: list[bytes] = [_encode_greeting(mechanism)]
         self.pong: bytes | None = None
         self.error = ""
         self.is_behind = False
         self.missing = self.held = 0
         self.work: Callable[[], tuple[int, Any] | str] | None = None
-        self._bounds = bounds
+        self._bounds = limits
         self._is_greeted = False
         self._rest = b""
         # The frames of the message under way, and how many bytes these are; then the frame under way.
-        self._frames: Message = []
+        self._frames: MessageFrames = []
         self._nbytes = 0
         self._flags = 0
         self._buffer: Any = None
@@ -185,64 +185,64 @@ class Connection:
         """Whether the handshake is complete."""
         return self.mechanism.is_complete
 
-    def target(self) -> memoryview:
+    def read_buffer(self) -> memoryview:
         """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing`: see `filled`."""
         return memoryview(self._buffer)[-self.missing :]
 
-    def filled(self, count: int) -> list[Message]:
+    def on_filled(self, count: int) -> list[MessageFrames]:
         """Take in bytes that were read to `target`; return the message that they complete, if they do."""
-        messages: list[Message] = []
-        self._fill(count, messages)
-        self._count()
+        messages: list[MessageFrames] = []
+        self._fill_large_frame(count, messages)
+        self._update_held_bytes()
         return messages
 
-    def receive(self, data: bytes) -> list[Message]:
+    def receive(self, data: bytes) -> list[MessageFrames]:
         """Take in the bytes that come next; return the messages that they complete."""
-        messages: list[Message] = []
+        messages: list[MessageFrames] = []
         if self.error:
             return messages
         if self.missing:
-            taken = min(self.missing, len(data))
-            self.target()[:taken] = memoryview(data)[:taken]
-            self._fill(taken, messages)
-            data = data[taken:]
+            filled_bytes = min(self.missing, len(data))
+            self.read_buffer()[:filled_bytes] = memoryview(data)[:filled_bytes]
+            self._fill_large_frame(filled_bytes, messages)
+            data = data[filled_bytes:]
         elif self._rest:
             data = self._rest + data
-        position = 0 if self._is_held() else self._parse(data, messages)
+        position = 0 if self._is_waiting() else self._parse(data, messages)
         self._rest = data[position:] if position else data
-        self._count()
+        self._update_held_bytes()
         return messages
 
-    def worked(self, result: tuple[int, Any] | str) -> list[Message]:
+    def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
         """Take in what `work` has returned; return the message that this completes, if it does."""
         self.work = None
         self.is_behind = True
-        messages: list[Message] = []
+        messages: list[MessageFrames] = []
         if isinstance(result, str):
             self._fail(result)
         else:
-            self._add(*result, messages)
-        self._count()
+            self._add_frame(*result, messages)
+        self._update_held_bytes()
         return messages
 
-    def _is_held(self) -> bool:
+    def _is_waiting(self) -> bool:
         """Return whether what comes next waits for the end of a large frame."""
         return self.missing > 0 or self.work is not None
 
-    def _count(self) -> None:
+    def _update_held_bytes(self) -> None:
         if self.error:
             self._rest = b""
         self.held = len(self._rest) + self._nbytes + (0 if self._buffer is None else len(self._buffer))
 
-    def _parse(self, data: bytes, messages: list[Message]) -> int:
+    def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
         """Take apart what is whole, in some bounds; return the position after that."""
         self.is_behind = False
         position, size = 0, len(data)
         if not self._is_greeted:
-            if not self._greet(data):
+            if not self._check_greeting(data):
                 return 0
             position = _GREETING_BYTES
-        for _ in range(MOST_FRAMES):
+        for _ in range(MAX_FRAMES_PER_PARSE):
             if size - position < 2:
                 return position
             flags = data[position]
@@ -253,27 +253,27 @@ class Connection:
                 begin = position + 2
                 length = data[position + 1]
             end = begin + length
-            if begin > size or not self._admits(flags, length) or (end > size and length < _KEPT_BYTES):
+            if begin > size or not self._check_frame_header(flags, length) or (end > size and length < _LARGE_FRAME_BYTES):
                 return position
             if end > size:
-                self._begin_large(flags, length, memoryview(data)[begin:])
+                self._begin_large_frame(flags, length, memoryview(data)[begin:])
                 return size
             position = end
-            self._take(flags, data[begin:end], messages)
-            if len(messages) == MOST_MESSAGES or self.work is not None or self.error:
+            self._on_frame(flags, data[begin:end], messages)
+            if len(messages) == MAX_MESSAGES_PER_PARSE or self.work is not None or self.error:
                 break
         self.is_behind = position < size
         return position
 
-    def _greet(self, data: bytes) -> bool:
+    def _check_greeting(self, data: bytes) -> bool:
         """Check as much of a greeting as has come; return whether all of it has."""
-        begins = data[:1] == b"\xff" and data[9:10] in (b"", b"\x7f")
-        if data and not begins:
+        has_signature = data[:1] == b"\xff" and data[9:10] in (b"", b"\x7f")
+        if data and not has_signature:
             self._fail("expected a greeting of ZMTP")
         elif data[_SIGNATURE_BYTES : _SIGNATURE_BYTES + 1] and data[_SIGNATURE_BYTES] < 3:
             self._fail(f"expected ZMTP 3.0 or later, got version {data[_SIGNATURE_BYTES]}")
         elif len(data) >= _GREETING_BYTES:
-            name = data[_MECHANISM].rstrip(b"\0")
+            name = data[_MECHANISM_FIELD].rstrip(b"\0")
             if name == self.mechanism.name:
                 self._is_greeted = True
                 return True
@@ -282,69 +282,69 @@ class Connection:
             )
         return False
 
-    def _admits(self, flags: int, length: int) -> bool:
+    def _check_frame_header(self, flags: int, length: int) -> bool:
         """Return whether a frame may follow that was announced so."""
-        mechanism, bounds = self.mechanism, self._bounds
+        mechanism, limits = self.mechanism, self._bounds
         if flags & ~(MORE | LONG | COMMAND):
             self._fail(f"expected a frame of ZMTP 3, got one with the flags {flags:#x}")
-        elif not mechanism.is_complete or (flags & COMMAND and not mechanism.overhead):
+        elif not mechanism.is_complete or (flags & COMMAND and not mechanism.overhead_bytes):
             if length > MAX_COMMAND_BYTES:
                 self._fail(f"expected a command of at most {MAX_COMMAND_BYTES} bytes, got {length}")
-        elif length > bounds.frame + mechanism.overhead:
-            self._fail(f"frames: expected at most {bounds.frame} bytes in a frame, got {length}")
-        elif self._nbytes + length > bounds.message + mechanism.overhead:
-            text = f"frames: expected a message of at most {bounds.message} bytes (max_memory_bytes)"
+        elif length > limits.max_frame_bytes + mechanism.overhead_bytes:
+            self._fail(f"frames: expected at most {limits.max_frame_bytes} bytes in a frame, got {length}")
+        elif self._nbytes + length > limits.max_message_bytes + mechanism.overhead_bytes:
+            text = f"frames: expected a message of at most {limits.max_message_bytes} bytes (max_memory_bytes)"
             self._fail(f"{text}, got {self._nbytes + length} or more")
         elif len(self._frames) == MAX_FRAMES:
             self._fail(f"frames: expected a message of at most {MAX_FRAMES} frames, got more")
         return not self.error
 
-    def _take(self, flags: int, content: Any, messages: list[Message]) -> None:
+    def _on_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
         """Take a frame that has come."""
         mechanism = self.mechanism
         if not mechanism.is_complete:
-            self._shake(flags, content)
-        elif not mechanism.overhead:
-            self._add(flags, content, messages)
-        elif len(content) >= SEPARATE_BYTES:
-            self.work = lambda: _opened(mechanism, content)
+            self._on_handshake_frame(flags, content)
+        elif not mechanism.overhead_bytes:
+            self._add_frame(flags, content, messages)
+        elif len(content) >= CRYPTO_THREAD_BYTES:
+            self.work = lambda: _try_open(mechanism, content)
         else:
-            opened = _opened(mechanism, content)
+            opened = _try_open(mechanism, content)
             if isinstance(opened, str):
                 self._fail(opened)
             else:
-                self._add(*opened, messages)
+                self._add_frame(*opened, messages)
 
-    def _begin_large(self, flags: int, length: int, begin: memoryview) -> None:
+    def _begin_large_frame(self, flags: int, length: int, begin: memoryview) -> None:
         """Keep what has come of a large frame."""
         self._flags = flags
         self._buffer = allocate(length)
         self.missing = length - len(begin)
         memoryview(self._buffer)[: len(begin)] = begin
 
-    def _fill(self, count: int, messages: list[Message]) -> None:
+    def _fill_large_frame(self, count: int, messages: list[MessageFrames]) -> None:
         """Take the large frame under way once it is complete."""
         self.missing -= count
         if self.missing:
             return
         content, self._buffer = self._buffer, None
-        small = len(content) < LARGE_BYTES
-        self._take(self._flags, bytes(content) if small else content, messages)
+        is_small = len(content) < LARGE_BYTES
+        self._on_frame(self._flags, bytes(content) if is_small else content, messages)
 
-    def _shake(self, flags: int, content: bytes) -> None:
+    def _on_handshake_frame(self, flags: int, content: bytes) -> None:
         if not flags & COMMAND:
             self._fail("expected a command before the end of the handshake, got a message")
             return
         try:
-            reply = self.mechanism.receive(content)
+            reply = self.mechanism.handle_handshake_command(content)
         except MechanismError as error:
             if error.status:
-                self.replies.append(command(b"\5ERROR" + bytes([len(error.status)]) + error.status.encode()))
+                self.replies.append(encode_command(b"\5ERROR" + bytes([len(error.status)]) + error.status.encode()))
             self._fail(str(error))
         else:
-            self.replies.append(command(reply))
+            self.replies.append(encode_command(reply))
 
-    def _add(self, flags: int, content: Any, messages: list[Message]) -> None:
+    def _add_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
         """Add a frame to the message under way, or take a command."""
         if flags & COMMAND:
             if content[:5] == _PING:
@@ -364,7 +364,7 @@ class Connection:
         self._frames, self._nbytes, self._buffer, self.missing = [], 0, None, 0
 
 
-def _opened(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
+def _try_open(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
     try:
         return mechanism.open(content)
     except MechanismError as error:
@@ -374,36 +374,36 @@ def _opened(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
 
-def message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
+def encode_message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
     """Return the pieces of a message as it is sent: the content of frames is not copied unless it is encrypted."""
-    pieces: list[Any] = []
+    chunks: list[Any] = []
     last = len(frames) - 1
-    if mechanism.overhead:
+    if mechanism.overhead_bytes:
         frames = [mechanism.seal(MORE if index < last else 0, frame) for index, frame in enumerate(frames)]
         last = 0
     for index, frame in enumerate(frames):
-        pieces += (_head(MORE if index < last else 0, len(frame)), frame)
-    return pieces
+        chunks += (_frame_header(MORE if index < last else 0, len(frame)), frame)
+    return chunks
 
 
-def pong(mechanism: Mechanism, content: bytes) -> bytes:
+def encode_pong(mechanism: Mechanism, content: bytes) -> bytes:
     """Return a PONG as it is sent."""
-    if mechanism.overhead:
+    if mechanism.overhead_bytes:
         sealed = bytes(mechanism.seal(COMMAND, content))
-        return _head(0, len(sealed)) + sealed
-    return command(content)
+        return _frame_header(0, len(sealed)) + sealed
+    return encode_command(content)
 
 
-def command(content: bytes) -> bytes:
+def encode_command(content: bytes) -> bytes:
     """Return a command as it is sent."""
-    return _head(COMMAND, len(content)) + content
+    return _frame_header(COMMAND, len(content)) + content
 
 
-def _head(flags: int, length: int) -> bytes:
+def _frame_header(flags: int, length: int) -> bytes:
     return bytes((flags, length)) if length < 256 else struct.pack(">BQ", flags | LONG, length)
 
 
-def _greeting(mechanism: Mechanism) -> bytes:
+def _encode_greeting(mechanism: Mechanism) -> bytes:
     signature = b"\xff" + bytes(8) + b"\x7f"
     return signature + b"\3\1" + mechanism.name.ljust(20, b"\0") + bytes([mechanism.as_server]) + bytes(31)
 
@@ -411,11 +411,11 @@ def _greeting(mechanism: Mechanism) -> bytes:
 # --- metadata ---------------------------------------------------------------------------------------------------------
 
 
-def _property(name: bytes, value: bytes) -> bytes:
+def _encode_property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
 
 
-METADATA = _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")
+SOCKET_METADATA = _encode_property(b"Socket-Type", b"ROUTER") + _encode_property(b"Identity", b"")
 """The metadata of a ROUTER socket."""
 
 
@@ -435,8 +435,8 @@ def check_metadata(data: bytes) -> None:
             raise MechanismError("expected metadata of ZMTP 3")
         properties[data[position + 1 : end].lower()] = data[value:after]
         position = after
-    kind = properties.get(b"socket-type", b"")
-    if kind not in _SOCKET_TYPES:
-        got = kind[:16].decode("ascii", "replace")
+    socket_type = properties.get(b"socket-type", b"")
+    if socket_type not in _SOCKET_TYPES:
+        got = socket_type[:16].decode("ascii", "replace")
         text = f"expected a socket of type DEALER, got {got!r}"
         raise MechanismError(text, text)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from weightd.daemon.gate import link, process
-from weightd.daemon.gate.confinement import name_process
+from weightd.daemon.gate.confinement import set_process_name
 from weightd.daemon.gate.gate import LINGER_S
 from weightd.daemon.host import clock, environment
 from weightd.shared import signals
@@ -27,20 +27,20 @@ from weightd.shared.parent import die_with, without_interrupts
 from weightd.shared.stream import Stream
 
 # What a gate is given longer than it takes to end in order.
-_PATIENCE_S = 2 * LINGER_S + 1.0
+_EXIT_TIMEOUT_S = 2 * LINGER_S + 1.0
 
 # A terminal, and who ends the processes of a service one by one, mean the daemon, which ends this one.
-_IGNORES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
 _NEVER = float("inf")
 
 # Bytes of the wakeup descriptor that are read at once.
-_WAKEUPS = 4096
+_WAKEUP_READ_BYTES = 4096
 
 # Another process gets it at this number, the next one.
-_LINK = 3
+_CONTROL_FD = 3
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from weightd.daemon.gate import zygote; zygote.main()"
@@ -62,7 +62,7 @@ class Zygote:
         self.pid = pid
         self.stream = Stream(connection)
 
-    def ask(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
+    def request_fork(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
         """Have a gate made: see `Terms.frames`; it gets these descriptors: of its link, and of its listening socket.
 
         Return whether all was sent; what is left goes with the stream's `flush`.
@@ -77,15 +77,15 @@ class Zygote:
         # Its pid is its own until `end` has waited for it.
         os.kill(self.pid, signal.SIGKILL)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Let it end, once its gates have: those whose links are closed do; after some seconds, kill it."""
         # It notices this, while the socket still shows when it has exited.
         with contextlib.suppress(OSError):  # it has gone
             self.stream.connection.shutdown(socket.SHUT_WR)
-        ended = select.poll()
+        hangup_poll = select.poll()
         # Not what it still has to say, only the hangup.
-        ended.register(self.stream, 0)
-        if not clock.poll(ended, _PATIENCE_S + 1.0):
+        hangup_poll.register(self.stream, 0)
+        if not clock.poll(hangup_poll, _EXIT_TIMEOUT_S + 1.0):
             self.kill()
         self.stream.close()
         with contextlib.suppress(ChildProcessError):
@@ -94,7 +94,7 @@ class Zygote:
 
 def fork() -> Zygote:
     """Make a zygote of this process, which has one thread and as little else as possible."""
-    ours, its = socket.socketpair()
+    daemon_end, zygote_end = socket.socketpair()
     parent = os.getpid()
     # What is there now is not looked at by the collector any more, which would have it copied.
     gc.collect()
@@ -102,9 +102,9 @@ def fork() -> Zygote:
     with without_interrupts():
         pid = os.fork()
         if not pid:
-            _become(lambda: _serve_for(parent, its), its.fileno())
-    its.close()
-    return Zygote(pid, ours)
+            _become_process(lambda: _run_zygote(parent, zygote_end), zygote_end.fileno())
+    zygote_end.close()
+    return Zygote(pid, daemon_end)
 
 
 def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], int]) -> Zygote:
@@ -113,21 +113,21 @@ def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], in
     Args:
         spawn: starts it, with these descriptors as 0, 1 and so on; returns its pid.
     """
-    ours, its = socket.socketpair()
+    daemon_end, zygote_end = socket.socketpair()
     argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
-    with its:
-        pid = spawn(argv, os.environ, [_STDIN, _STDOUT, _STDERR, its.fileno()])
-    return Zygote(pid, ours)
+    with zygote_end:
+        pid = spawn(argv, os.environ, [_STDIN, _STDOUT, _STDERR, zygote_end.fileno()])
+    return Zygote(pid, daemon_end)
 
 
 def main() -> None:
     """Be the zygote: with the path of modules and the pid of the daemon as arguments, and the link at its number."""
     gc.collect()
     gc.freeze()
-    _become(lambda: _serve_for(int(sys.argv[2]), socket.socket(fileno=_LINK)), _LINK)
+    _become_process(lambda: _run_zygote(int(sys.argv[2]), socket.socket(fileno=_CONTROL_FD)), _CONTROL_FD)
 
 
-def _become(body: Callable[[], None], *kept: int) -> NoReturn:
+def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
     """Be another process from here on, which has nothing of this one but its log and these descriptors."""
     status = 1
     environment.reduce(os.environ)
@@ -135,12 +135,12 @@ def _become(body: Callable[[], None], *kept: int) -> NoReturn:
         # Its descriptor is closed here, and its number may go to another file.
         signal.set_wakeup_fd(-1)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor not in (_STDIN, _STDOUT, _STDERR, *kept):
+            if descriptor not in (_STDIN, _STDOUT, _STDERR, *kept_fds):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, _STDIN)
-        os.close(nothing)
+        dev_null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(dev_null, _STDIN)
+        os.close(dev_null)
         # Whoever reads the daemon's output waits for its end.
         os.dup2(_STDERR, _STDOUT)
         body()
@@ -152,14 +152,14 @@ def _become(body: Callable[[], None], *kept: int) -> NoReturn:
         os._exit(status)
 
 
-def _serve_for(parent: int, connection: socket.socket) -> None:
+def _run_zygote(parent: int, connection: socket.socket) -> None:
     die_with(parent)
-    name_process("weightd-zygote")
+    set_process_name("weightd-zygote")
     # A terminal's keys reach the daemon alone, and no directory is in use.
     os.setsid()
     os.chdir("/")
-    signals.reset(*_IGNORES)
-    _Nursery(link.to_daemon(connection, takes_descriptors=True)).run()
+    signals.reset(*_IGNORED_SIGNALS)
+    _Nursery(link.new_control_stream(connection, accepts_descriptors=True)).run()
 
 
 class _Nursery:
@@ -172,52 +172,52 @@ class _Nursery:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         # The number of each, by its pid.
-        self._gates: dict[int, int] = {}
+        self._number_by_pid: dict[int, int] = {}
         self._poll = select.poll()
-        self._ends_at = _NEVER
+        self._stops_at = _NEVER
 
     def run(self) -> None:
         """Make gates until the daemon's end is closed; then wait until they have ended."""
         exits, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _only_wake)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         self._poll.register(exits, select.POLLIN)
         self._poll.register(self._stream, select.POLLIN)
-        while self._gates or self._ends_at == _NEVER:
-            if self._ends_at == _NEVER:
+        while self._number_by_pid or self._stops_at == _NEVER:
+            if self._stops_at == _NEVER:
                 ready = self._poll.poll()
             else:
-                ready = clock.poll(self._poll, self._ends_at - clock.now())
+                ready = clock.poll(self._poll, self._stops_at - clock.now())
             if not ready:
                 return
             for descriptor, _ in ready:
                 if descriptor == self._stream.fileno():
-                    self._listen()
+                    self._on_control_readable()
                 else:
-                    os.read(exits, _WAKEUPS)
+                    os.read(exits, _WAKEUP_READ_BYTES)
                     self._reap()
 
-    def _listen(self) -> None:
+    def _on_control_readable(self) -> None:
         try:
             for message in self._stream.receive():
-                self._make(*link.of_daemon(message.frames))
+                self._fork_proxy(*link.parse_fork_request(message.frames))
         except ConnectionError:
             self._poll.unregister(self._stream)
-            self._ends_at = clock.now() + _PATIENCE_S
+            self._stops_at = clock.now() + _EXIT_TIMEOUT_S
 
-    def _make(self, number: int, terms: link.Terms) -> None:
-        taken = self._stream.descriptors
-        with socket.socket(fileno=taken.popleft()) as its_link, socket.socket(fileno=taken.popleft()) as listener:
+    def _fork_proxy(self, number: int, config: link.Terms) -> None:
+        received_fds = self._stream.descriptors
+        with socket.socket(fileno=received_fds.popleft()) as its_link, socket.socket(fileno=received_fds.popleft()) as listener:
             parent = os.getpid()
             try:
                 pid = os.fork()
             except OSError as error:
-                self._tell(link.News(number, 0, error.errno or 0))
+                self._report(link.News(number, 0, error.errno or 0))
                 return
             if not pid:
-                _become(lambda: _gate(parent, its_link, listener, terms), its_link.fileno(), listener.fileno())
-        self._gates[pid] = number
-        self._tell(link.News(number, pid, None))
+                _become_process(lambda: _run_proxy(parent, its_link, listener, config), its_link.fileno(), listener.fileno())
+        self._number_by_pid[pid] = number
+        self._report(link.News(number, pid, None))
 
     def _reap(self) -> None:
         """Wait for every gate that has exited: one signal may stand for several."""
@@ -226,18 +226,18 @@ class _Nursery:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                self._tell(link.News(self._gates.pop(pid), pid, os.waitstatus_to_exitcode(status)))
+                self._report(link.News(self._number_by_pid.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
-    def _tell(self, news: link.News) -> None:
+    def _report(self, event: link.News) -> None:
         # Where nobody is left to hear it, the link tells.
         with contextlib.suppress(ConnectionError):
-            self._stream.send([news.frame()])
+            self._stream.send([event.to_frame()])
 
 
-def _only_wake(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """The interpreter has written to the wakeup descriptor."""
 
 
-def _gate(parent: int, its_link: socket.socket, listener: socket.socket, terms: link.Terms) -> None:
+def _run_proxy(parent: int, control_socket: socket.socket, listener: socket.socket, config: link.Terms) -> None:
     die_with(parent)
-    process.run(its_link, listener, terms)
+    process.run(control_socket, listener, config)

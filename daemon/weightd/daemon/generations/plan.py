@@ -52,7 +52,7 @@ class Rows(NamedTuple):
         """Return what the configuration says: what is used only where it is exact is tested."""
         tables = (config.batching.max_rows > 1, config.batching.exact), (config.split.part_rows > 0, config.split.exact)
         used = [exact for is_used, exact in tables if is_used]
-        return cls(config.rows, config.batching.sizes, any(used) or not used)
+        return cls(config.max_batch_rows, config.batching.sizes, any(used) or not used)
 
     def covers(self, other: Rows) -> bool:
         """Whether what is found out by this is enough for the other."""
@@ -131,7 +131,7 @@ class Terms:
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
             canary=Canary.configured(config.canary),
-            forks_built=config.forks_built,
+            forks_built=config.can_fork_from_holder,
             devices=devices,
             rows=Rows.configured(config),
         )

@@ -166,7 +166,7 @@ class Household:
         for member, snapshot in zip(self.members, there, strict=True):
             copy = first.setdefault(member.config.path, snapshot)
             pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
-            options, tolerance = member.config.options.json(), member.config.canary_tolerance
+            options, tolerance = member.config.engine_options.json(), member.config.canary_tolerance
             told.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
         return Program(
             config.python,

@@ -251,7 +251,7 @@ class Model:
     def reconfigure(self, config: ModelConfig) -> bool:
         """Do as another configuration says, if all that is loaded is right for it; return whether that is so."""
         tested = self.deployments[0].terms.rows
-        if not config.loads_as(self.config) or not tested.covers(Rows.configured(config)):
+        if not config.has_same_load(self.config) or not tested.covers(Rows.configured(config)):
             return False
         self.config = config
         self.desk.reconfigure(config)
@@ -426,7 +426,7 @@ class Model:
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.attaching is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._nbytes, generation.source)
-            self.attaching.bound(generation, nbytes, self.config.spec.build_factor)
+            self.attaching.bound(generation, nbytes, self.config.engine_spec.build_factor)
 
     def _nbytes(self, source: Source) -> int:
         snapshot = self._sources.snapshots.find(source)

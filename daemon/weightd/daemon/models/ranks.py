@@ -25,7 +25,7 @@ from weightd.shared.devices import CPU
 def rooms(config: ModelConfig, devices: Mapping[str, Device]) -> list[tuple[Room, Terms]]:
     """Return where the model has a copy of the weights each, and what is configured of it."""
     if config.ranks is None:
-        return [(devices[device], Terms.configured(config, together)) for device, together in config.groups.items()]
+        return [(devices[device], Terms.configured(config, together)) for device, together in config.devices_by_weight_copy.items()]
     return [(_room(config.ranks, group, devices), _terms(config, config.ranks, group)) for group in config.ranks.groups]
 
 
@@ -34,7 +34,7 @@ def succession(config: ModelConfig) -> Succession:
     return Succession(
         Policy(config.policy),
         # On the CPU each process falls back by itself.
-        fall_back=config.sharing == "auto" and config.on_cards,
+        fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
         buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
     )
@@ -68,7 +68,7 @@ class Places:
 
 
 def _room(ranks: Ranks, group: tuple[str, ...], devices: Mapping[str, Device]) -> Room:
-    return Cards([devices[each] for each in group], ranks.device_ports) if ranks.on_cards else devices[CPU]
+    return Cards([devices[each] for each in group], ranks.device_ports) if ranks.is_on_cards else devices[CPU]
 
 
 def _terms(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
@@ -78,7 +78,7 @@ def _terms(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
         group,
         float(ranks.connect_timeout),
         CONCAT if reply is None else reply,
-        has_broker=config.spec.has_broker,
+        has_broker=config.engine_spec.has_broker,
     )
     return dataclasses.replace(Terms.configured(config, ()), sharing=False, forks_built=False, ranks=terms)
 
@@ -90,5 +90,5 @@ def _place(config: ModelConfig, terms: RankTerms, snapshot: Snapshot, card_port:
         return Place(port, table=snapshot.tables[ranks.groups.index(terms.devices)])
     return Place(
         port,
-        text=written_table(terms.devices, ranks.device_ips, card_port) if ranks is not None and ranks.generates else "",
+        text=written_table(terms.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
     )

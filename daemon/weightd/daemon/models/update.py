@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.config.ranks import RANK
+from weightd.daemon.config.ranks import RANK_PLACEHOLDER
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.sources import Sources
@@ -143,8 +143,8 @@ class Updates:
 
     def _check_file(self, path: str) -> None:
         """By the suffix it is known which other files belong to a model: no other reader may find more."""
-        suffix = self._config.spec.suffix
+        suffix = self._config.engine_spec.suffix
         if path and Path(path).suffix != suffix:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")
-        if path and self._config.ranks is not None and RANK not in path:
-            raise InvalidArgument(f"expected {RANK} in the path, for each rank has a file of its own, got {path!r}")
+        if path and self._config.ranks is not None and RANK_PLACEHOLDER not in path:
+            raise InvalidArgument(f"expected {RANK_PLACEHOLDER} in the path, for each rank has a file of its own, got {path!r}")

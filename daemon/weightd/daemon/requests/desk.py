@@ -92,7 +92,7 @@ class Desk:
         clocks: Clocks | None = None,
     ) -> None:
         bounds = config.max_queue, config.max_queue_bytes, config.predict_timeout
-        levels, count = config.priority_levels, config.concurrency
+        levels, count = config.priority_levels, config.max_concurrency
         self.scheduler = Scheduler(*bounds, due_by, levels=levels, clocks=clocks, count=count)
         self._deadlines = self.scheduler.deadlines
         self.guard = Guard(config, self.scheduler, self.refuse, due_by)

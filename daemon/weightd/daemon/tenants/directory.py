@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from weightd.daemon.config.tenants import DEFAULT, RIGHTS, TenantConfig
+from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, TenantConfig
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.membership import Members, Membership
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
@@ -97,7 +97,7 @@ def members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -
             each.user_ids,
             each.group_ids,
             each.public_keys,
-            name == DEFAULT,
+            name == DEFAULT_TENANT_NAME,
         )
         for name, each in tenants.items()
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from typing import NamedTuple
 
-from weightd.daemon.config.tenants import DEFAULT, RIGHTS, STATUS, TenantConfig
+from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, TenantConfig
 from weightd.daemon.tenants.quota import Quota
 
 
@@ -68,4 +68,4 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 # Where there are no tables: whoever may connect may do what nobody has to be an operator for.
-EVERYONE = Tenant(DEFAULT, TenantConfig(may=(RIGHTS[0], STATUS)))
+EVERYONE = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.doctor.facts import host
-from weightd.daemon.doctor.facts.host import Card, Host, look, parse_cards, processes_on
+from weightd.daemon.doctor.facts.host import Card, Host, read_host, parse_npu_list, count_card_processes
 
 # As published by users of the tool: a server of which each NPU has two chips, and a chip that is none.
 MAPPING = """
@@ -48,8 +48,8 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_a_host_with_nothing(tmp_path: Path) -> None:
-    seen = look(tmp_path, no_npu_smi)
-    assert seen == Host(npu_smi="npu-smi is not on PATH")
+    seen = read_host(tmp_path, no_npu_smi)
+    assert seen == Host(npu_smi_error="npu-smi is not on PATH")
     assert not seen.has_ascend
 
 
@@ -59,7 +59,7 @@ DRIVER = "usr/local/Ascend/driver/version.info"
 def test_a_host_with_cards(machine: Machine) -> None:
     nodes = {f"dev/{name}": "" for name in ("davinci1", "davinci0", "davinci_manager", "null")}
     root = machine({**nodes, DRIVER: "Version=24.1.rc3\nascendhal_version=7.35.23\n"})
-    seen = look(root, lambda _: MAPPING)
+    seen = read_host(root, lambda _: MAPPING)
     assert seen.devices == ("davinci0", "davinci1")
     assert seen.driver == f"24.1.rc3 ({root}/{DRIVER})"
     assert (seen.card(2), seen.card(3)) == (Card(1, 0, 2), None)
@@ -79,28 +79,28 @@ TOOLKIT = f"{platform.machine()}-linux/ascend_toolkit_install.info"
 )
 def test_where_cann_is(machine: Machine, file: str, text: str, version: str) -> None:
     root = machine({f"usr/local/Ascend/{file}": text})
-    assert look(root, no_npu_smi).cann == f"{version} ({root}/usr/local/Ascend/{file})"
+    assert read_host(root, no_npu_smi).cann == f"{version} ({root}/usr/local/Ascend/{file})"
 
 
 def test_the_environment_tells_first_where_cann_is(machine: Machine) -> None:
     name = f"opt/cann/{TOOLKIT}"
     root = machine({"usr/local/Ascend/latest/version.cfg": "version=8.0.0\n", name: "version=8.3.RC1\n"})
-    seen = look(root, no_npu_smi, "/opt/cann")
-    assert (seen.cann, seen.home, seen.is_home_there) == (f"8.3.RC1 ({root}/{name})", "/opt/cann", True)
-    seen = look(root, no_npu_smi, "/opt/gone")
-    assert (seen.home, seen.is_home_there) == ("/opt/gone", False)
+    seen = read_host(root, no_npu_smi, "/opt/cann")
+    assert (seen.cann, seen.ascend_home, seen.has_ascend_home_dir) == (f"8.3.RC1 ({root}/{name})", "/opt/cann", True)
+    seen = read_host(root, no_npu_smi, "/opt/gone")
+    assert (seen.ascend_home, seen.has_ascend_home_dir) == ("/opt/gone", False)
 
 
 def test_the_installer_tells_where_the_driver_is_and_whose(machine: Machine) -> None:
     install = "UserName=npu\nUserGroup=npus\nDriver_Install_Path_Param=/opt/driver\n"
     file = "opt/driver/driver/version.info"
     root = machine({"etc/ascend_install.info": install, file: "Version=25.2.0\n"})
-    seen = look(root, no_npu_smi)
-    assert (seen.driver, seen.group) == (f"25.2.0 ({root}/{file})", "npus")
+    seen = read_host(root, no_npu_smi)
+    assert (seen.driver, seen.install_group) == (f"25.2.0 ({root}/{file})", "npus")
 
 
 def test_a_version_file_without_a_version(machine: Machine) -> None:
-    assert look(machine({DRIVER: "inversion of control\n"}), no_npu_smi).driver == ""
+    assert read_host(machine({DRIVER: "inversion of control\n"}), no_npu_smi).driver == ""
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_virtual_nodes(nodes: tuple[str, ...], virtual: tuple[str, ...]) -> None
 @pytest.mark.parametrize(("flags", "virtual"), [("fpu hypervisor sse", True), ("fpu sse", False)])
 def test_a_virtual_machine(machine: Machine, flags: str, virtual: bool) -> None:
     root = machine({"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\n"})
-    assert look(root, no_npu_smi).virtual_machine is virtual
+    assert read_host(root, no_npu_smi).is_virtual_machine is virtual
 
 
 def test_the_cards_that_npu_smi_lists() -> None:
-    assert parse_cards(MAPPING) == (Card(0, 0, 0), Card(0, 1, 1), Card(1, 0, 2))
-    assert parse_cards("no such thing") == ()
+    assert parse_npu_list(MAPPING) == (Card(0, 0, 0), Card(0, 1, 1), Card(1, 0, 2))
+    assert parse_npu_list("no such thing") == ()
 
 
 @pytest.mark.parametrize("logic", [4, None])
@@ -138,10 +138,10 @@ def test_processes_are_counted_by_chip_and_asked_for_by_npu() -> None:
         asked.append(argv)
         return PROCESSES
 
-    assert [processes_on(Card(7, chip, 15), run) for chip in (0, 1)] == [0, 2]
+    assert [count_card_processes(Card(7, chip, 15), run) for chip in (0, 1)] == [0, 2]
     assert asked[0] == ["npu-smi", "info", "-t", "proc-mem", "-i", "7"]
     with pytest.raises(OSError, match="no processes of chip 2"):
-        processes_on(Card(7, 2, 15), run)
+        count_card_processes(Card(7, 2, 15), run)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_a_command_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, argv: l
     if "sleep" in argv[0]:
         monkeypatch.setattr(host, "_NPU_SMI_LIMIT_S", 0.2)
     with pytest.raises(OSError, match=problem):
-        host.command(argv)
+        host.run_for_output(argv)

@@ -10,7 +10,7 @@ import pytest
 
 from ascendsim import Host, environment
 from weightd.daemon.doctor.facts import interpreter
-from weightd.daemon.doctor.facts.interpreter import Report, read
+from weightd.daemon.doctor.facts.interpreter import Report, parse_report
 
 Fake = Callable[[str], str]
 STEPS = ["python", "weightd", "library", "current_pid", "libascendcl", "soc", "devices", "memory"]
@@ -22,7 +22,7 @@ def lines(*objects: object) -> str:
 
 def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
     begins = {"begin": "python"}, {"step": "python", "pid": "7"}
-    report = read("welcome\n" + lines(*begins, {"begin": "soc"}, {"step": "soc", "error": "no"}), "", "")
+    report = parse_report("welcome\n" + lines(*begins, {"begin": "soc"}, {"step": "soc", "error": "no"}), "", "")
     assert report == Report({"python": {"pid": "7"}, "soc": {"error": "no"}})
     assert (report.value("python", "pid"), report.value("memory", "free_bytes")) == ("7", None)
     assert [report.error(each) for each in ("python", "soc", "memory")] == ["", "no", "not reached"]
@@ -30,8 +30,8 @@ def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
 
 def test_a_process_that_died_in_a_step() -> None:
     output = lines({"begin": "python"}, {"step": "python"}, {"begin": "devices"}) + '{"step": "devi'
-    report = read(output, "killed by SIGSEGV", "one\n\n two  words \n")
-    assert report.stopped == "devices"
+    report = parse_report(output, "killed by SIGSEGV", "one\n\n two  words \n")
+    assert report.unfinished_step == "devices"
     assert report.error("devices") == "the process killed by SIGSEGV; its log ends: one | two words"
     assert report.error("memory") == "not reached: the process killed by SIGSEGV in the step devices"
     assert report.error("python") == ""
@@ -52,15 +52,15 @@ def fake(tmp_path: Path) -> Fake:
 
 def test_an_interpreter_that_hangs_is_killed_and_its_step_named(fake: Fake) -> None:
     python = fake("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
-    report = interpreter.ask(python, 0, 0.5)
+    report = interpreter.run_report(python, 0, 0.5)
     assert report.error("devices") == "the process was killed: it did not answer within 0.5 s; its log ends: native log"
 
 
 def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
-    report = interpreter.ask(fake("echo No module named weightd >&2; exit 1"), 0, 10)
-    assert (report.steps, report.end, report.log) == ({}, "exited with status 1", "No module named weightd")
+    report = interpreter.run_report(fake("echo No module named weightd >&2; exit 1"), 0, 10)
+    assert (report.steps, report.exit_description, report.log_tail) == ({}, "exited with status 1", "No module named weightd")
     with pytest.raises(OSError, match="No such file"):
-        interpreter.ask("/nonexistent/python", 0, 10)
+        interpreter.run_report("/nonexistent/python", 0, 10)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_the_real_report_of_this_interpreter(
 ) -> None:
     host = Host(tmp_path / "host")
     host.switch(**switch)
-    report = interpreter.ask(sys.executable, device, 60, {**os.environ, **environment(host)})
-    assert (list(report.steps), report.stopped) == (STEPS, "")
+    report = interpreter.run_report(sys.executable, device, 60, {**os.environ, **environment(host)})
+    assert (list(report.steps), report.unfinished_step) == (STEPS, "")
     assert report.value("python", "executable") == sys.executable
     assert bool(report.value("current_pid", "pid")) is ("ascend" not in switch)
     assert {each for each in STEPS if report.error(each)} == {*errors}
@@ -88,5 +88,5 @@ def test_the_real_report_of_this_interpreter(
 def test_a_library_that_knows_nothing_of_processes(tmp_path: Path) -> None:
     (tmp_path / "mindspore_lite.py").write_text('class Model: pass\n__version__ = "2.0.0"\n')
     paths = os.pathsep.join([str(tmp_path), *sys.path])
-    report = interpreter.ask(sys.executable, 0, 60, {**os.environ, "PYTHONPATH": paths})
+    report = interpreter.run_report(sys.executable, 0, 60, {**os.environ, "PYTHONPATH": paths})
     assert (report.value("library", "version"), report.value("current_pid", "pid")) == ("2.0.0", "")

@@ -75,9 +75,9 @@ def running(program: Program) -> int:
 
 def test_a_message_and_the_next(play: Play) -> None:
     children = play("say(hello); say(broken); time.sleep(99)")
-    assert children.hear("holder", Hello, "start")[0] == HELLO
+    assert children.wait_for("holder", Hello, "start")[0] == HELLO
     with pytest.raises(Refused, match=r"^holder: build: that is why$"):
-        children.hear("holder", Built, "build")
+        children.wait_for("holder", Built, "build")
 
 
 def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> None:
@@ -85,9 +85,9 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: Program) -> 
     until(lambda: not running(program), "it ends")
     for kind, text in ((Refused, "that is why"), (Died, "exited with status 70"), (Died, "it has ended before")):
         with pytest.raises(kind, match=text):
-            children.hear("holder", Hello, "start")
-    children.order("holder", Stop())  # nobody is there, and nobody minds
-    children.end("holder")
+            children.wait_for("holder", Hello, "start")
+    children.send_order("holder", Stop())  # nobody is there, and nobody minds
+    children.kill("holder")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_one_that_does_not_do_what_is_due(
     play: Play, code: str, limit: float, kind: type[ChildError], text: str
 ) -> None:
     with pytest.raises(kind, match=f"holder: build: .*{text}"):
-        play(code, limit).hear("holder", Built, "build")
+        play(code, limit).wait_for("holder", Built, "build")
 
 
 def test_one_that_cannot_be_started(program: Program) -> None:
@@ -125,7 +125,7 @@ def test_nobody_speaks_for_another(play: Play, name: str) -> None:
         socket.connect(children.address)
         socket.send_multipart(encode(Broken("a lie")))
         with pytest.raises(Hung):
-            children.hear("holder", Hello, "start")
+            children.wait_for("holder", Hello, "start")
 
 
 def test_what_is_left_after_the_block(play: Play, program: Program, blocks: ExitStack) -> None:
@@ -133,7 +133,7 @@ def test_what_is_left_after_the_block(play: Play, program: Program, blocks: Exit
     children = play("say(hello); time.sleep(99)")
     children.start("other")
     for name in ("holder", "other"):
-        children.hear(name, Hello, "start")
+        children.wait_for(name, Hello, "start")
     assert running(program) == 2
     blocks.close()
     assert running(program) == 0

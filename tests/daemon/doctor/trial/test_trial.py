@@ -91,35 +91,35 @@ class Scripted(Children):
 
 def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
     children = Scripted()
-    result = trial.run(children, Canary())
+    result = trial.run_selftest(children, Canary())
     assert children.happened == [
         *("start holder", "start worker", "start late worker", "Build holder", "Attach worker"),
         *("start new worker", "Allow holder", "Attach new worker", "end new worker"),
         *("start stranger", "Attach stranger", "end stranger"),
         *("Ping worker", "end holder", "Ping worker", "Attach late worker"),
     ]
-    assert isinstance(result.stranger, Refused)
-    assert result.before == result.after == (b"c",)
-    assert result.private is None
-    assert isinstance(result.start, dict)
+    assert isinstance(result.unlisted_result, Refused)
+    assert result.answer_before_exit == result.answer_after_exit == (b"c",)
+    assert result.private_copy_result is None
+    assert isinstance(result.start_result, dict)
     [build] = [order for _, order in children.orders if isinstance(order, Build)]
-    assert build.pids == (result.start["worker"], result.start["late worker"])
+    assert build.pids == (result.start_result["worker"], result.start_result["late worker"])
     [(name, allow)] = [(name, order) for name, order in children.orders if isinstance(order, Allow)]
     assert (name, len(allow.pids)) == ("holder", 1)
-    assert allow.pids[0] not in result.start.values()
+    assert allow.pids[0] not in result.start_result.values()
 
 
 def test_a_doubt_is_settled_with_a_copy_that_is_not_shared() -> None:
     small = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 400 * MIB))
     children = Scripted(Attached=small)
-    assert trial.run(children, Canary()).private == small
+    assert trial.run_selftest(children, Canary()).private_copy_result == small
     attaches = [(name, order.handle) for name, order in children.orders if isinstance(order, Attach)]
     assert attaches[:2] == [("worker", "90"), ("private worker", "")]
     assert children.happened.index("end private worker") < children.happened.index("Allow holder")
 
 
 def test_a_model_file_that_changes_meanwhile() -> None:
-    start = trial.run(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), Canary()).start
+    start = trial.run_selftest(Scripted(**cast("dict[str, Any]", {"worker sha256": "6" * 64})), Canary()).start_result
     assert isinstance(start, Confused)
     assert "has changed" in str(start)
 
@@ -136,41 +136,41 @@ def test_a_model_file_that_changes_meanwhile() -> None:
 )
 def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], last: str) -> None:
     children = Scripted(**answers)
-    trial.run(children, Canary())
+    trial.run_selftest(children, Canary())
     assert children.happened[-1] == last
 
 
 def test_a_list_that_does_not_grow() -> None:
     children = Scripted(Allowed=Allowed("no such call"))
-    assert trial.run(children, Canary()).new is None
+    assert trial.run_selftest(children, Canary()).new_worker_result is None
     assert "Attach new worker" not in children.happened
 
 
 def test_the_same_question_before_and_after_the_death() -> None:
     children = Scripted(Built=replace(BUILT, canary=""), Attached=replace(ATTACHED, canary=""))
-    result = trial.run(children, Canary())
+    result = trial.run_selftest(children, Canary())
     first, second = [order for _, order in children.orders if isinstance(order, Predict)]
     assert first == second
-    assert result.before == result.after == (b"answer",)
+    assert result.answer_before_exit == result.answer_after_exit == (b"answer",)
 
 
 def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() -> None:
     outside = Died("killed by SIGKILL", End(-9))
     children = Scripted(deaths=[Died("killed by SIGSEGV"), outside, Refused("no")])
-    built, _ = trial.load(children, Canary(), attaches=False)
+    built, _ = trial.load_model(children, Canary(), should_attach=False)
     assert built == BUILT
     builds = [order for _, order in children.orders if isinstance(order, Build)]
     assert [each.unfit for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
     children = Scripted(deaths=[Died("killed by SIGSEGV")])
     with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
-        trial.load(children, Canary(search=False, cases=(TRIED,)), attaches=False)
+        trial.load_model(children, Canary(search=False, cases=(TRIED,)), should_attach=False)
 
 
 def test_an_input_is_made_without_numpy() -> None:
     others = (("h", "FP16", (2,)), ("d", "FP64", ()), ("i", "INT64", (3,)), ("b", "BOOL", (5,)), ("u", "INT8", None))
     cases: tuple[Case, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
-    specs, frames = trial.inputs(
+    specs, frames = trial.make_inputs(
         replace(BUILT, inputs=(X, *(TensorSignature(*each) for each in others)), canary_cases=cases)
     )
     assert [each.shape for each in specs] == [(2, 4), (2,), (), (3,), (5,), (2, 2, 2)]

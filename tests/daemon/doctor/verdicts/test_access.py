@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightd.daemon.doctor.facts import nodes, unit
-from weightd.daemon.doctor.facts.nodes import NEEDED, Node
+from weightd.daemon.doctor.facts.nodes import REQUIRED_NODES, Node
 from weightd.daemon.doctor.facts.unit import Identity, Unit
 from weightd.daemon.doctor.verdicts import access as access_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
@@ -38,7 +38,7 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
         assert [*argv[:2], *argv[-2:]] == ["systemctl", "show", "--", "weightd@a.service"]
         return SHOWN
 
-    seen = unit.ask("weightd@a.service", tmp_path, run)
+    seen = unit.read_unit("weightd@a.service", tmp_path, run)
     assert dict(seen.environment) == {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin",
         "HOME": "/var/lib/weightd",
@@ -46,38 +46,38 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
         "ASCEND_HOME_PATH": "/opt/other",
         "VISIBLE": "1,2",
     }
-    assert (seen.unread, seen.user) == (("/etc/default/gone",), "nobody")
+    assert (seen.unreadable_files, seen.user) == (("/etc/default/gone",), "nobody")
     assert seen.groups == ("daemon", "video", "4242")
-    assert (seen.hides_devices, seen.allowed) == (False, ("/dev/davinci0", "/dev/davinci_manager"))
-    identity = unit.identity_of(seen)
+    assert (seen.hides_devices, seen.allowed_devices) == (False, ("/dev/davinci0", "/dev/davinci_manager"))
+    identity = unit.service_user(seen)
     assert (identity.name, identity.uid, 4242 in identity.gids) == ("nobody", 65534, True)
 
 
 def test_a_unit_that_says_nothing_is_roots_and_opens_all() -> None:
     text = "LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"
-    seen = unit.ask("weightd.service", run=lambda _: text)
-    assert (seen.user, seen.allowed, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
-    assert unit.identity_of(seen).uid == 0
+    seen = unit.read_unit("weightd.service", run_command=lambda _: text)
+    assert (seen.user, seen.allowed_devices, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
+    assert unit.service_user(seen).uid == 0
 
 
 def test_no_unit() -> None:
     with pytest.raises(OSError, match="systemd has no unit x"):
-        unit.ask("x", run=lambda _: "LoadState=not-found\n")
+        unit.read_unit("x", run_command=lambda _: "LoadState=not-found\n")
     with pytest.raises(OSError, match="no unit was named"):
-        unit.ask("")
+        unit.read_unit("")
     with pytest.raises(OSError, match="nobody-here"):
-        unit.identity_of(Unit("x", user="nobody-here"))
-    own = unit.own_identity()
+        unit.service_user(Unit("x", user="nobody-here"))
+    own = unit.current_user()
     assert (own.uid, os.getegid() in own.gids) == (os.geteuid(), True)
 
 
 def verdict(finding: Finding, expected: Verdict, *texts: str) -> None:
-    assert finding.verdict is expected, finding
-    assert [text for text in texts if text not in f"{finding.found} -> {finding.advice}"] == [], finding
+    assert finding.result is expected, finding
+    assert [text for text in texts if text not in f"{finding.detail} -> {finding.advice}"] == [], finding
     assert bool(finding.advice) is (expected is not Verdict.PASS)
 
 
-OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in NEEDED))
+OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in REQUIRED_NODES))
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,20 @@ OPEN = ("/dev/davinci3", *(f"/dev/{name}" for name in NEEDED))
     [
         (OSError("no systemd"), Verdict.NOT_TESTABLE, "no systemd: this shell's environment and user were judged"),
         (Unit("u", {"ASCEND_HOME_PATH": "/c"}, user="weightd"), Verdict.PASS, "user weightd, ASCEND_HOME_PATH /c"),
-        (Unit("u", allowed=OPEN), Verdict.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
-        (Unit("u", allowed=("char-davinci",)), Verdict.PASS, "u was judged"),
+        (Unit("u", allowed_devices=OPEN), Verdict.PASS, "environment of u was judged: user root, ASCEND_HOME_PATH not set"),
+        (Unit("u", allowed_devices=("char-davinci",)), Verdict.PASS, "u was judged"),
         (Unit("u", hides_devices=True), Verdict.FAIL, "PrivateDevices=yes hides every card -> install the drop-in"),
-        (Unit("u", allowed=OPEN[1:]), Verdict.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
-        (Unit("u", allowed=OPEN[:-1]), Verdict.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
-        (Unit("u", unread=("/etc/x",)), Verdict.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
+        (Unit("u", allowed_devices=OPEN[1:]), Verdict.FAIL, "DeviceAllow= lacks /dev/davinciN -> "),
+        (Unit("u", allowed_devices=OPEN[:-1]), Verdict.FAIL, "DeviceAllow= lacks /dev/hisi_hdc -> "),
+        (Unit("u", unreadable_files=("/etc/x",)), Verdict.NOT_TESTABLE, "/etc/x cannot be read -> run the doctor as root"),
     ],
 )
 def test_whose_environment_was_judged(seen: Unit | OSError, expected: Verdict, text: str) -> None:
-    verdict(access_checks.service(seen), expected, text)
+    verdict(access_checks.check_service(seen), expected, text)
 
 
 def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Node]:
-    return [Node(name, mode, 0, gid) for name in ("davinci0", *NEEDED) if name != without]
+    return [Node(name, mode, 0, gid) for name in ("davinci0", *REQUIRED_NODES) if name != without]
 
 
 @pytest.mark.parametrize(
@@ -115,21 +115,21 @@ def dev(mode: int = 0o660, *, gid: int = 1100, without: str = "") -> list[Node]:
     ],
 )
 def test_the_nodes_and_who_may_open_them(seen: list[Node], expected: Verdict, texts: list[str]) -> None:
-    verdict(access_checks.device_nodes(seen, ALICE, "npus"), expected, *texts)
+    verdict(access_checks.check_device_nodes(seen, ALICE, "npus"), expected, *texts)
 
 
 def test_root_may_open_all_and_one_who_is_not_there_nothing() -> None:
-    verdict(access_checks.device_nodes(dev(0, gid=0), Identity("root", 0, frozenset()), ""), Verdict.PASS)
-    finding = access_checks.device_nodes(dev(), OSError("u: no such user"), "")
+    verdict(access_checks.check_device_nodes(dev(0, gid=0), Identity("root", 0, frozenset()), ""), Verdict.PASS)
+    finding = access_checks.check_device_nodes(dev(), OSError("u: no such user"), "")
     verdict(finding, Verdict.NOT_TESTABLE, "u: no such user")
 
 
 def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
-    assert nodes.look(tmp_path) == ()
+    assert nodes.read_device_nodes(tmp_path) == ()
     (tmp_path / "dev").mkdir()
-    for name in ("davinci0", "null", *NEEDED):
+    for name in ("davinci0", "null", *REQUIRED_NODES):
         (tmp_path / "dev" / name).touch(0o640)
         (tmp_path / "dev" / name).chmod(0o640)
-    seen = nodes.look(tmp_path)
-    assert [each.name for each in seen] == sorted(["davinci0", *NEEDED])
+    seen = nodes.read_device_nodes(tmp_path)
+    assert [each.name for each in seen] == sorted(["davinci0", *REQUIRED_NODES])
     assert {(each.mode, each.uid) for each in seen} == {(0o640, os.getuid())}

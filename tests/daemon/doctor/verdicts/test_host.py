@@ -23,8 +23,8 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 CARD = Card(0, 0, 0)
 HOST = Host(nodes=("davinci0", "davinci1"), driver="24.1.0 (file)", cann="8.2.RC1 (file)", cards=(CARD,))
-GUEST = Host(nodes=("davinci0",), virtual_machine=True)
-HOME = Host(home="/there", is_home_there=True, cann="8.2.RC1.B1 (f)")
+GUEST = Host(nodes=("davinci0",), is_virtual_machine=True)
+HOME = Host(ascend_home="/there", has_ascend_home_dir=True, cann="8.2.RC1.B1 (f)")
 PASS, FAIL, OPEN = Verdict.PASS, Verdict.FAIL, Verdict.NOT_TESTABLE
 
 
@@ -39,69 +39,69 @@ def without(step: str, error: str = "no such thing") -> Report:
 
 
 def cann(host: Host, library: str) -> Finding:
-    return checks.cann(host, report(library={"version": library}))
+    return checks.check_cann(host, report(library={"version": library}))
 
 
 def memory(free: int, total: int) -> Finding:
-    return checks.memory(report(memory={"free_bytes": free, "total_bytes": total}), 0)
+    return checks.check_memory(report(memory={"free_bytes": free, "total_bytes": total}), 0)
 
 
 def virtual(host: Host, soc: str) -> Finding:
-    return checks.virtual(host, report(soc={"name": soc}), imports=False)
+    return checks.check_virtual_instance(host, report(soc={"name": soc}), can_import=False)
 
 
 @pytest.mark.parametrize(
     ("finding", "verdict", "texts"),
     [
-        (checks.interpreter("p", report()), PASS, ["Python 3.9.2"]),
-        (checks.exits("6.1.0", ""), PASS, ["Linux 6.1.0: pidfds"]),
+        (checks.check_interpreter("p", report()), PASS, ["Python 3.9.2"]),
+        (checks.check_process_exits("6.1.0", ""), PASS, ["Linux 6.1.0: pidfds"]),
         (
-            checks.exits("4.19.90", "pidfd_open: no"),
+            checks.check_process_exits("4.19.90", "pidfd_open: no"),
             PASS,
             ["Linux 4.19.90: a thread waits", "for lack of pidfds: pidfd_open: no"],
         ),
-        (checks.interpreter("x", Report(end="died", log="No module")), FAIL, ["x: died", "No module", "pip install"]),
-        (checks.interpreter("x", Report()), FAIL, ["it reported nothing"]),
-        (checks.interpreter("x", without("weightd")), FAIL, ["no such thing", "x -m pip install weightd"]),
+        (checks.check_interpreter("x", Report(exit_description="died", log_tail="No module")), FAIL, ["x: died", "No module", "pip install"]),
+        (checks.check_interpreter("x", Report()), FAIL, ["it reported nothing"]),
+        (checks.check_interpreter("x", without("weightd")), FAIL, ["no such thing", "x -m pip install weightd"]),
         (
-            checks.interpreter("x", report(weightd={"version": "0.0.1"})),
+            checks.check_interpreter("x", report(weightd={"version": "0.0.1"})),
             FAIL,
             ["weightd 0.0.1", f"the daemon is {VERSION}", f"weightd=={VERSION}"],
         ),
-        (checks.library(without("library")), FAIL, ["no such thing", "wheel"]),
-        (checks.driver(HOST), PASS, ["/dev/davinci0, /dev/davinci1", "24.1.0", "npu-smi lists 1"]),
-        (checks.driver(Host(nodes=("davinci0",))), OPEN, ["version unknown", "version.info"]),
-        (checks.driver(Host(driver="24.1")), OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
+        (checks.check_library(without("library")), FAIL, ["no such thing", "wheel"]),
+        (checks.check_driver(HOST), PASS, ["/dev/davinci0, /dev/davinci1", "24.1.0", "npu-smi lists 1"]),
+        (checks.check_driver(Host(nodes=("davinci0",))), OPEN, ["version unknown", "version.info"]),
+        (checks.check_driver(Host(driver="24.1")), OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
         (cann(HOST, "2.7.0"), PASS, ["8.2.RC1", "as published lists name it for 2.7.0"]),
         (cann(Host(), "2.7.0"), OPEN, ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
-        (cann(Host(home="/gone", cann="8.2.RC1"), "2.7.0"), FAIL, ["/gone, which is not there", "set_env.sh"]),
+        (cann(Host(ascend_home="/gone", cann="8.2.RC1"), "2.7.0"), FAIL, ["/gone, which is not there", "set_env.sh"]),
         (cann(HOME, "2.7.0"), PASS, ["ASCEND_HOME_PATH /there"]),
         (cann(Host(cann="8.0.0 (f)"), "2.7.1"), OPEN, ["published lists name 8.3.RC1 for 2.7.1"]),
         (cann(Host(cann="9.0.0 (f)"), "3.0.0"), PASS, ["not in our list"]),
         (cann(Host(cann="9.0.0 (f)"), ""), PASS, ["not in our list"]),
-        (checks.libascendcl(report()), PASS, ["Ascend910B3"]),
-        (checks.libascendcl(without("libascendcl")), FAIL, ["no such thing", "set_env.sh"]),
+        (checks.check_libascendcl(report()), PASS, ["Ascend910B3"]),
+        (checks.check_libascendcl(without("libascendcl")), FAIL, ["no such thing", "set_env.sh"]),
         # Its name for the chip is no part of the question.
-        (checks.libascendcl(without("soc")), PASS, []),
-        (checks.current_pid(report()), PASS, ["12, the pid of the process"]),
-        (checks.current_pid(report(current_pid={"pid": ""})), FAIL, ["empty", "built for Ascend"]),
-        (checks.current_pid(report(current_pid={"pid": "4711"})), PASS, ["4711", "12", "container"]),
-        (checks.current_pid(without("current_pid")), FAIL, ["no such thing"]),
-        (checks.devices(report(), 1), PASS, ["2 seen", "ascend:1"]),
-        (checks.devices(report(), 2), FAIL, ["2 seen", "ascend:0 to ascend:1", "ASCEND_RT_VISIBLE_DEVICES"]),
-        (checks.devices(report(devices={"count": 0}), 0), FAIL, ["0 seen", "pass the card", "docker run"]),
-        (checks.devices(without("devices"), 0), FAIL, ["no such thing"]),
-        (checks.memory(report(), 0), PASS, ["30,720 MiB free of 32,768 MiB"]),
+        (checks.check_libascendcl(without("soc")), PASS, []),
+        (checks.check_current_pid(report()), PASS, ["12, the pid of the process"]),
+        (checks.check_current_pid(report(current_pid={"pid": ""})), FAIL, ["empty", "built for Ascend"]),
+        (checks.check_current_pid(report(current_pid={"pid": "4711"})), PASS, ["4711", "12", "container"]),
+        (checks.check_current_pid(without("current_pid")), FAIL, ["no such thing"]),
+        (checks.check_devices(report(), 1), PASS, ["2 seen", "ascend:1"]),
+        (checks.check_devices(report(), 2), FAIL, ["2 seen", "ascend:0 to ascend:1", "ASCEND_RT_VISIBLE_DEVICES"]),
+        (checks.check_devices(report(devices={"count": 0}), 0), FAIL, ["0 seen", "pass the card", "docker run"]),
+        (checks.check_devices(without("devices"), 0), FAIL, ["no such thing"]),
+        (checks.check_memory(report(), 0), PASS, ["30,720 MiB free of 32,768 MiB"]),
         # A device that cannot be opened.
-        (checks.memory(without("memory"), 3), FAIL, ["ascend:3: no such thing", "63"]),
+        (checks.check_memory(without("memory"), 3), FAIL, ["ascend:3: no such thing", "63"]),
         (memory(0, 0), FAIL, ["0 MiB", "reports no memory"]),
         (memory(0, GIB), FAIL, ["0 MiB free of 1,024 MiB", "end what uses it"]),
-        (checks.processes(HOST, CARD, 0, 0), PASS, ["0 of 63"]),
-        (checks.processes(HOST, CARD, 62, 0), PASS, ["62 of 63", "NPU 0, chip 0"]),
-        (checks.processes(HOST, CARD, 63, 0), FAIL, ["63 of 63"]),
-        (checks.processes(HOST, CARD, OSError("not on PATH"), 0), OPEN, ["63", "not on PATH", "npu-smi info -t proc"]),
-        (checks.processes(GUEST, None, 31, 2), PASS, ["31 of 32", 'set processes = 32 in [devices."ascend:2"]']),
-        (checks.processes(GUEST, None, 32, 2), FAIL, ["32 of 32", 'set processes = 32 in [devices."ascend:2"]']),
+        (checks.check_processes(HOST, CARD, 0, 0), PASS, ["0 of 63"]),
+        (checks.check_processes(HOST, CARD, 62, 0), PASS, ["62 of 63", "NPU 0, chip 0"]),
+        (checks.check_processes(HOST, CARD, 63, 0), FAIL, ["63 of 63"]),
+        (checks.check_processes(HOST, CARD, OSError("not on PATH"), 0), OPEN, ["63", "not on PATH", "npu-smi info -t proc"]),
+        (checks.check_processes(GUEST, None, 31, 2), PASS, ["31 of 32", 'set processes = 32 in [devices."ascend:2"]']),
+        (checks.check_processes(GUEST, None, 32, 2), FAIL, ["32 of 32", 'set processes = 32 in [devices."ascend:2"]']),
         (virtual(HOST, "Ascend910B3"), PASS, ["Ascend910B3"]),
         (virtual(HOST, "Ascend310P3Vir04"), FAIL, ["Ascend310P3Vir04"]),
         (virtual(Host(nodes=("davinci100", "davinci_manager")), "Ascend910B3"), FAIL, ["/dev/davinci100"]),
@@ -110,12 +110,12 @@ def virtual(host: Host, soc: str) -> Finding:
         (virtual(GUEST, ""), OPEN, ["virtual machine"]),
         (virtual(Host(nodes=("davinci0",)), ""), PASS, ["below /dev/davinci100"]),
         # An import is the proof.
-        (checks.virtual(Host(nodes=("davinci100",)), report(), imports=True), PASS, ["could import"]),
+        (checks.check_virtual_instance(Host(nodes=("davinci100",)), report(), can_import=True), PASS, ["could import"]),
     ],
 )
 def test_what_is_found_and_what_to_do(finding: Finding, verdict: Verdict, texts: list[str]) -> None:
-    assert finding.verdict is verdict, finding
-    assert [text for text in texts if text not in f"{finding.found} -> {finding.advice}"] == [], finding
+    assert finding.result is verdict, finding
+    assert [text for text in texts if text not in f"{finding.detail} -> {finding.advice}"] == [], finding
     # What has passed needs none, everything else here does.
     assert bool(finding.advice) is (verdict is not PASS)
 
@@ -130,8 +130,8 @@ def test_what_is_found_and_what_to_do(finding: Finding, verdict: Verdict, texts:
 )
 def test_the_version_of_the_library(verdict: Verdict, versions: list[str]) -> None:
     for version in versions:
-        finding = checks.library(report(library={"version": version}))
-        assert (finding.verdict, version in finding.found) == (verdict, True)
+        finding = checks.check_library(report(library={"version": version}))
+        assert (finding.result, version in finding.detail) == (verdict, True)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_the_version_of_the_library(verdict: Verdict, versions: list[str]) -> No
 )
 def test_kinds_of_cards(soc: str, before: Verdict, refused: Verdict) -> None:
     for shares, verdict in ((None, before), (True, PASS), (False, refused)):
-        finding = checks.chip(report(soc={"name": soc}), shares=shares)
-        assert (finding.verdict, soc in finding.found) == (verdict, True)
+        finding = checks.check_chip(report(soc={"name": soc}), can_share=shares)
+        assert (finding.result, soc in finding.detail) == (verdict, True)
 
 
 def test_whether_there_is_anything_of_ascend() -> None:
@@ -163,7 +163,7 @@ def test_whether_there_is_anything_of_ascend() -> None:
 
 
 def test_off_ascend_every_check_has_a_line() -> None:
-    first, *others = checks.nowhere()
-    assert (first.name, "no Ascend driver or library is here" in first.found) == ("ascend", True)
-    assert [each.name for each in others] == list(checks.NAMES)
-    assert {each.verdict for each in (first, *others)} == {OPEN}
+    first, *others = checks.no_ascend_findings()
+    assert (first.name, "no Ascend driver or library is here" in first.detail) == ("ascend", True)
+    assert [each.name for each in others] == list(checks.CHECK_NAMES)
+    assert {each.result for each in (first, *others)} == {OPEN}

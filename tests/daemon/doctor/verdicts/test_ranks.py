@@ -14,16 +14,16 @@ KNOWN = Network("/opt/libhccl.so", ("/opt",), {4: "192.168.1.8", 5: "192.168.1.9
 
 def verdict(finding: Finding) -> tuple[str, str]:
     """How it ended; what fails comes with what to do."""
-    assert finding.verdict is not Verdict.FAIL or finding.advice
-    assert finding.verdict is not Verdict.PASS or not finding.advice
-    return finding.verdict.value, finding.found
+    assert finding.result is not Verdict.FAIL or finding.advice
+    assert finding.result is not Verdict.PASS or not finding.advice
+    return finding.result.value, finding.detail
 
 
 def test_hccl_is_there_or_not() -> None:
-    assert verdict(ranks.library(KNOWN)) == ("pass", "/opt/libhccl.so; it was not loaded")
-    assert verdict(ranks.library(Network(searched=("/a", "/b")))) == ("fail", "no libhccl.so: /a, /b")
+    assert verdict(ranks.check_hccl_library(KNOWN)) == ("pass", "/opt/libhccl.so; it was not loaded")
+    assert verdict(ranks.check_hccl_library(Network(searched_dirs=("/a", "/b")))) == ("fail", "no libhccl.so: /a, /b")
     unset = "no libhccl.so: neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"
-    assert verdict(ranks.library(Network())) == ("fail", unset)
+    assert verdict(ranks.check_hccl_library(Network())) == ("fail", unset)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_hccl_is_there_or_not() -> None:
         ({}, 0, ("fail", "no card here: ranks need at least two")),
     ],
 )
-def test_the_cards_are_there_or_not(cards: ranks.Cards, count: int | None, told: tuple[str, str]) -> None:
-    assert verdict(ranks.cards(cards, count)) == told
+def test_the_cards_are_there_or_not(cards: ranks.CardNumbers, count: int | None, told: tuple[str, str]) -> None:
+    assert verdict(ranks.check_cards(cards, count)) == told
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_cards_are_there_or_not(cards: ranks.Cards, count: int | None, told:
     [
         (KNOWN, ("pass", "ascend:0: 192.168.1.8, ascend:1: 192.168.1.9")),
         (
-            Network(conf="No such file or directory"),
+            Network(conf_error="No such file or directory"),
             ("not testable", "/etc/hccn.conf: No such file or directory: the table that weightd writes has none"),
         ),
         (
@@ -58,9 +58,9 @@ def test_the_cards_are_there_or_not(cards: ranks.Cards, count: int | None, told:
     ],
 )
 def test_addresses_are_known_or_not(network: Network, told: tuple[str, str]) -> None:
-    finding = ranks.addresses(TWO, network)
+    finding = ranks.check_addresses(TWO, network)
     assert verdict(finding) == told
-    assert finding.verdict is Verdict.PASS or finding.advice
+    assert finding.result is Verdict.PASS or finding.advice
 
 
 @pytest.mark.parametrize(
@@ -82,33 +82,33 @@ def test_addresses_are_known_or_not(network: Network, told: tuple[str, str]) -> 
     ],
 )
 def test_whether_hccls_port_may_be_taken(counts: dict[str, int | OSError], told: tuple[str, str]) -> None:
-    assert verdict(ranks.port(counts)) == told
+    assert verdict(ranks.check_port(counts)) == told
 
 
 def test_a_table_that_weightd_would_write() -> None:
     told = "weightd would write one for 2 ranks, with addresses"
-    assert verdict(ranks.table(TWO, KNOWN, "", None)) == ("pass", told)
+    assert verdict(ranks.check_rank_table(TWO, KNOWN, "", None)) == ("pass", told)
     told = "weightd would write one for 2 ranks, without addresses"
-    assert verdict(ranks.table(TWO, Network(), "", None)) == ("pass", told)
-    less: list[ranks.Cards] = [{"ascend:0": 4}, {**TWO, "ascend:2": None}, {}]
+    assert verdict(ranks.check_rank_table(TWO, Network(), "", None)) == ("pass", told)
+    less: list[ranks.CardNumbers] = [{"ascend:0": 4}, {**TWO, "ascend:2": None}, {}]
     for cards in less:
         told = "weightd could write none: cards of ranks has the reason"
-        assert verdict(ranks.table(cards, KNOWN, "", None)) == ("not testable", told)
+        assert verdict(ranks.check_rank_table(cards, KNOWN, "", None)) == ("not testable", told)
 
 
 def test_a_table_that_was_given() -> None:
     table = ranktable.parse(ranktable.generate([Device(4, "192.168.1.8"), Device(5, "192.168.1.9")], "here"))
-    assert verdict(ranks.table(TWO, KNOWN, "/t.json", table)) == ("pass", "/t.json: 2 ranks on here")
-    of_others = verdict(ranks.table({"ascend:0": 4, "ascend:1": 6}, KNOWN, "/t.json", table))
+    assert verdict(ranks.check_rank_table(TWO, KNOWN, "/t.json", table)) == ("pass", "/t.json: 2 ranks on here")
+    of_others = verdict(ranks.check_rank_table({"ascend:0": 4, "ascend:1": 6}, KNOWN, "/t.json", table))
     assert of_others == ("fail", "/t.json: rank 1: expected device_id 6, which ascend:1 is, got 5")
     moved = Network(addresses={4: "192.168.1.8", 5: "10.0.0.1"})
     text = "/t.json: ascend:1 has the address 10.0.0.1 in /etc/hccn.conf, and 192.168.1.9 here"
-    assert verdict(ranks.table(TWO, moved, "/t.json", table)) == ("fail", text)
-    assert verdict(ranks.table({}, Network(), "/t.json", table))[0] == "not testable"
-    assert verdict(ranks.table({}, Network(), "/t.json", "version: missing")) == ("fail", "/t.json: version: missing")
+    assert verdict(ranks.check_rank_table(TWO, moved, "/t.json", table)) == ("fail", text)
+    assert verdict(ranks.check_rank_table({}, Network(), "/t.json", table))[0] == "not testable"
+    assert verdict(ranks.check_rank_table({}, Network(), "/t.json", "version: missing")) == ("fail", "/t.json: version: missing")
 
 
 def test_where_there_is_nothing_every_check_has_its_line() -> None:
-    told = [*ranks.nowhere(), ranks.table({}, Network(), "", None)]
-    assert [each.name for each in told] == list(ranks.NAMES)
-    assert {each.verdict for each in told} == {Verdict.NOT_TESTABLE}
+    told = [*ranks.no_ascend_findings(), ranks.check_rank_table({}, Network(), "", None)]
+    assert [each.name for each in told] == list(ranks.CHECK_NAMES)
+    assert {each.result for each in told} == {Verdict.NOT_TESTABLE}

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from weightd.daemon.doctor.trial.children import Confused, Died, Hung, Refused
-from weightd.daemon.doctor.trial.trial import Trial, is_doubtful
+from weightd.daemon.doctor.trial.trial import Trial, is_sharing_doubtful
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import Finding, Verdict
-from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, DEATH, LATER, MEMORY, NAMES, STRANGER, judge
+from weightd.daemon.doctor.verdicts.trial import ANSWER, ATTACH, BUILD, HOLDER_EXIT, LATER_WORKER, MEMORY, CHECK_NAMES, UNLISTED_WORKER, evaluate
 from weightd.protocol.messages.children import Allowed, Attached, Built
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
@@ -34,23 +34,23 @@ OTHER = replace(ATTACHED, canary="d" * 64)
 def trial(**changes: Any) -> Trial:
     """A self-test in which all went well on a driver that counts references, but for `changes`."""
     well = Trial(
-        start={"holder": "1", "worker": "2", "late worker": "3"},
-        build=BUILT,
-        attach=ATTACHED,
-        allow=Allowed(),
-        new=ATTACHED,
-        stranger=NO_IMPORT,
-        before=(b"answer",),
-        after=(b"answer",),
-        late=ATTACHED,
+        start_result={"holder": "1", "worker": "2", "late worker": "3"},
+        build_result=BUILT,
+        attach_result=ATTACHED,
+        allow_result=Allowed(),
+        new_worker_result=ATTACHED,
+        unlisted_result=NO_IMPORT,
+        answer_before_exit=(b"answer",),
+        answer_after_exit=(b"answer",),
+        late_worker_result=ATTACHED,
     )
     return replace(well, **changes)
 
 
 def finding(name: str, **changes: Any) -> Finding:
-    findings = judge(trial(**changes), 31_000 * MIB)
-    assert [each.name for each in findings] == list(NAMES)
-    return findings[NAMES.index(name)]
+    findings = evaluate(trial(**changes), 31_000 * MIB)
+    assert [each.name for each in findings] == list(CHECK_NAMES)
+    return findings[CHECK_NAMES.index(name)]
 
 
 PASS, FAIL, OPEN = "pass", "fail", "not testable"
@@ -67,7 +67,7 @@ PASS, FAIL, OPEN = "pass", "fail", "not testable"
     ],
 )
 def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], verdicts: list[str]) -> None:
-    assert [each.verdict.value for each in judge(trial(**changes), None)] == verdicts
+    assert [each.result.value for each in evaluate(trial(**changes), None)] == verdicts
 
 
 @pytest.mark.parametrize(
@@ -91,32 +91,32 @@ def test_what_needs_a_step_that_failed_was_not_reached(changes: dict[str, Any], 
         (MEMORY, {"build": replace(BUILT, device=None)}, OPEN, "cannot be read"),
         # A comparison that found no room.
         (MEMORY, {"attach": replace(ATTACHED, device=free(28_000)), "private": Refused("207001")}, OPEN, ""),
-        (LATER, {"allow": Allowed("no such call"), "new": None}, FAIL, "no such call"),
-        (LATER, {"allow": Allowed("no such call"), "new": None}, FAIL, "spares"),
-        (LATER, {"allow": Hung("no answer")}, FAIL, "no answer"),
-        (LATER, {"new": NO_IMPORT}, FAIL, "spares"),
-        (LATER, {"new": NO_PLACE}, FAIL, "63"),
-        (LATER, {"new": OTHER}, FAIL, ""),
-        (STRANGER, {"stranger": ATTACHED}, FAIL, ""),
-        (STRANGER, {"stranger": Died("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
-        (STRANGER, {"stranger": Hung("no answer")}, FAIL, "no answer"),
-        (STRANGER, {"stranger": NO_PLACE}, OPEN, ""),
-        (STRANGER, {"stranger": Confused("expected Attached")}, OPEN, ""),
-        (STRANGER, {"stranger": None}, OPEN, ""),
-        (DEATH, {}, PASS, "reference-counted: the worker goes on with the same answer"),
-        (DEATH, {}, PASS, "could still attach"),
-        (DEATH, {"late": NO_IMPORT}, PASS, "could not attach any more"),
-        (DEATH, {"late": OTHER}, FAIL, ""),
-        (DEATH, {"after": Refused("no!")}, PASS, 'strict: the worker cannot go on, so holder_loss = "strict"'),
-        (DEATH, {"after": Died("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
-        (DEATH, {"after": (b"other",)}, PASS, "strict: the worker gave another answer, without an error"),
-        (DEATH, {"before": Refused("predict failed!"), "after": None}, FAIL, "predict failed!"),
+        (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "no such call"),
+        (LATER_WORKER, {"allow": Allowed("no such call"), "new": None}, FAIL, "spares"),
+        (LATER_WORKER, {"allow": Hung("no answer")}, FAIL, "no answer"),
+        (LATER_WORKER, {"new": NO_IMPORT}, FAIL, "spares"),
+        (LATER_WORKER, {"new": NO_PLACE}, FAIL, "63"),
+        (LATER_WORKER, {"new": OTHER}, FAIL, ""),
+        (UNLISTED_WORKER, {"stranger": ATTACHED}, FAIL, ""),
+        (UNLISTED_WORKER, {"stranger": Died("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
+        (UNLISTED_WORKER, {"stranger": Hung("no answer")}, FAIL, "no answer"),
+        (UNLISTED_WORKER, {"stranger": NO_PLACE}, OPEN, ""),
+        (UNLISTED_WORKER, {"stranger": Confused("expected Attached")}, OPEN, ""),
+        (UNLISTED_WORKER, {"stranger": None}, OPEN, ""),
+        (HOLDER_EXIT, {}, PASS, "reference-counted: the worker goes on with the same answer"),
+        (HOLDER_EXIT, {}, PASS, "could still attach"),
+        (HOLDER_EXIT, {"late": NO_IMPORT}, PASS, "could not attach any more"),
+        (HOLDER_EXIT, {"late": OTHER}, FAIL, ""),
+        (HOLDER_EXIT, {"after": Refused("no!")}, PASS, 'strict: the worker cannot go on, so holder_loss = "strict"'),
+        (HOLDER_EXIT, {"after": Died("killed by SIGBUS")}, PASS, "killed by SIGBUS"),
+        (HOLDER_EXIT, {"after": (b"other",)}, PASS, "strict: the worker gave another answer, without an error"),
+        (HOLDER_EXIT, {"before": Refused("predict failed!"), "after": None}, FAIL, "predict failed!"),
     ],
 )
 def test_what_a_step_has_shown(name: str, changes: dict[str, Any], verdict: str, text: str) -> None:
     found = finding(name, **changes)
-    assert found.verdict.value == verdict
-    assert text in f"{found.found} -> {found.advice}"
+    assert found.result.value == verdict
+    assert text in f"{found.detail} -> {found.advice}"
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def test_what_a_step_has_shown(name: str, changes: dict[str, Any], verdict: str,
 def test_whether_memory_is_taken_once(after_attach: int, after_private: int | None, verdict: str) -> None:
     attach = replace(ATTACHED, device=free(after_attach))
     private = None if after_private is None else Attached(CANARY, 0, "", free(after_private))
-    assert is_doubtful(BUILT, attach) is (after_attach <= 29_000)
-    assert finding(MEMORY, attach=attach, private=private).verdict.value == verdict
+    assert is_sharing_doubtful(BUILT, attach) is (after_attach <= 29_000)
+    assert finding(MEMORY, attach=attach, private=private).result.value == verdict
 
 
 def test_memory_that_nobody_can_read() -> None:
-    assert not is_doubtful(replace(BUILT, device=None), ATTACHED)
-    assert "free unknown before" in judge(trial(), None)[NAMES.index(MEMORY)].found
+    assert not is_sharing_doubtful(replace(BUILT, device=None), ATTACHED)
+    assert "free unknown before" in evaluate(trial(), None)[CHECK_NAMES.index(MEMORY)].detail
 
 
 def test_whoever_survives_is_told() -> None:
-    assert trial_checks.survivors([]) == []
-    (left,) = trial_checks.survivors([7, 8])
-    assert (left.verdict, "7, 8" in left.found) == (Verdict.FAIL, True)
+    assert trial_checks.check_survivors([]) == []
+    (left,) = trial_checks.check_survivors([7, 8])
+    assert (left.result, "7, 8" in left.detail) == (Verdict.FAIL, True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from weightd.daemon.host.ends import explain
 
-_TAIL_LINES = 4
+_LOG_TAIL_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Report:
     """
 
     steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    stopped: str = ""
-    end: str = ""
-    log: str = ""
+    unfinished_step: str = ""
+    exit_description: str = ""
+    log_tail: str = ""
 
     def value(self, step: str, name: str) -> Any:
         """Return a value of a step, None if it did not get so far."""
@@ -39,12 +39,12 @@ class Report:
         """Return why a step has given no values; "" if it has."""
         if step in self.steps:
             return str(self.steps[step].get("error", ""))
-        if step == self.stopped:
-            return f"the process {self.end}" + (f"; its log ends: {self.log}" if self.log else "")
-        return f"not reached: the process {self.end} in the step {self.stopped}" if self.stopped else "not reached"
+        if step == self.unfinished_step:
+            return f"the process {self.exit_description}" + (f"; its log ends: {self.log_tail}" if self.log_tail else "")
+        return f"not reached: the process {self.exit_description} in the step {self.unfinished_step}" if self.unfinished_step else "not reached"
 
 
-def ask(python: str, device: int, limit: float, environment: Mapping[str, str] | None = None) -> Report:
+def run_report(python: str, device: int, timeout_s: float, environment: Mapping[str, str] | None = None) -> Report:
     """Start the interpreter and wait for its report, at most `limit` seconds; `environment`: None for the own.
 
     Raises:
@@ -52,41 +52,41 @@ def ask(python: str, device: int, limit: float, environment: Mapping[str, str] |
     """
     argv = [python, "-m", "weightd.worker.report", "--device", str(device), "--parent", str(os.getpid())]
     with tempfile.TemporaryFile() as log:
-        end = ""
+        exit_description = ""
         try:
             # Killed and waited for when the time is over.
-            done = subprocess.run(
+            result = subprocess.run(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                timeout=limit,
+                timeout=timeout_s,
                 check=False,
                 env=environment,
             )
-            output: bytes = done.stdout
-            if done.returncode != 0:
-                end = explain(done.returncode)
+            output: bytes = result.stdout
+            if result.returncode != 0:
+                exit_description = explain(result.returncode)
         except subprocess.TimeoutExpired as error:
             output = error.stdout or b""
-            end = f"was killed: it did not answer within {limit:g} s"
+            exit_description = f"was killed: it did not answer within {timeout_s:g} s"
         log.seek(0)
-        return read(output.decode("utf-8", "replace"), end, log.read().decode("utf-8", "replace"))
+        return parse_report(output.decode("utf-8", "replace"), exit_description, log.read().decode("utf-8", "replace"))
 
 
-def read(output: str, end: str, log: str) -> Report:
+def parse_report(output: str, exit_description: str, log: str) -> Report:
     """Return the report of what a process wrote; a line that is cut short counts for nothing."""
     steps: dict[str, Mapping[str, Any]] = {}
-    begun = ""
+    current_step = ""
     for line in output.splitlines():
         try:
             values: dict[str, Any] = json.loads(line)
         except ValueError:
             continue
         if "begin" in values:
-            begun = values["begin"]
+            current_step = values["begin"]
         elif "step" in values:
             steps[values.pop("step")] = values
-            begun = ""
+            current_step = ""
     lines = [" ".join(line.split()) for line in log.splitlines() if line.strip()]
-    return Report(steps, begun, end or ("ended" if begun else ""), " | ".join(lines[-_TAIL_LINES:]))
+    return Report(steps, current_step, exit_description or ("ended" if current_step else ""), " | ".join(lines[-_LOG_TAIL_LINES:]))

@@ -10,9 +10,9 @@ from pathlib import Path
 from weightd.daemon.doctor.facts.unit import Identity
 
 # Beside the card's own: the device manager, shared virtual memory, and the channel between host and card.
-NEEDED = ("davinci_manager", "devmm_svm", "hisi_hdc")
+REQUIRED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
-_READ_AND_WRITE = 0o6
+_READ_WRITE = 0o6
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class Node:
     uid: int
     gid: int
 
-    def opens_to(self, identity: Identity) -> bool:
+    def is_accessible_to(self, identity: Identity) -> bool:
         """Return whether the permissions let it be read and written; access control lists are not looked at."""
         if identity.uid == 0:
             return True
         shift = 6 if identity.uid == self.uid else 3 if self.gid in identity.gids else 0
-        return (self.mode >> shift) & _READ_AND_WRITE == _READ_AND_WRITE
+        return (self.mode >> shift) & _READ_WRITE == _READ_WRITE
 
     @property
-    def group(self) -> str:
+    def group_name(self) -> str:
         """The name of its group, or its number where it has none here, as in a container."""
         try:
             return grp.getgrgid(self.gid).gr_name
@@ -40,18 +40,18 @@ class Node:
             return str(self.gid)
 
     def __str__(self) -> str:
-        return f"/dev/{self.name} ({self.mode:04o}, group {self.group})"
+        return f"/dev/{self.name} ({self.mode:04o}, group {self.group_name})"
 
 
-def look(root: Path = Path("/")) -> tuple[Node, ...]:
+def read_device_nodes(root: Path = Path("/")) -> tuple[Node, ...]:
     """Return the driver's nodes below `root`/dev, by name."""
-    found: list[Node] = []
+    device_nodes: list[Node] = []
     try:
         paths = sorted((root / "dev").iterdir())
     except OSError:
         return ()
     for path in paths:
-        if path.name in NEEDED or path.name.startswith(("davinci", "vdavinci")):
+        if path.name in REQUIRED_NODES or path.name.startswith(("davinci", "vdavinci")):
             status = path.stat()
-            found.append(Node(path.name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid))
-    return tuple(found)
+            device_nodes.append(Node(path.name, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid))
+    return tuple(device_nodes)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from weightd.daemon.engines import ranktable
 
-LIBRARY = "libhccl.so"
-CONF = "/etc/hccn.conf"
+HCCL_LIBRARY = "libhccl.so"
+HCCN_CONF = "/etc/hccn.conf"
 
 # More than one for each card of the largest host takes.
 _MAX_CONF_BYTES = 1024 * 1024
 
 # Where CANN has its libraries, by its age.
-_IN_HOME = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
+_HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,28 @@ class Network:
         conf: "" if /etc/hccn.conf could be read, else why not.
     """
 
-    library: str = ""
-    searched: tuple[str, ...] = ()
+    hccl_path: str = ""
+    searched_dirs: tuple[str, ...] = ()
     addresses: Mapping[int, str] = field(default_factory=dict[int, str])
-    conf: str = ""
+    conf_error: str = ""
 
 
-def look(environment: Mapping[str, str], root: Path = Path("/")) -> Network:
+def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> Network:
     """Look at the host below `root`; `environment` is the one that counts. Nothing is loaded."""
-    searched = tuple(dict.fromkeys(_directories(environment)))
-    found = (f"{each.rstrip('/')}/{LIBRARY}" for each in searched)
-    library = next((each for each in found if (root / each.lstrip("/")).is_file()), "")
+    searched_dirs = tuple(dict.fromkeys(_library_dirs(environment)))
+    candidates = (f"{each.rstrip('/')}/{HCCL_LIBRARY}" for each in searched_dirs)
+    hccl_path = next((each for each in candidates if (root / each.lstrip("/")).is_file()), "")
     try:
-        with (root / CONF.lstrip("/")).open("rb") as file:
+        with (root / HCCN_CONF.lstrip("/")).open("rb") as file:
             text = file.read(_MAX_CONF_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        return Network(library, searched, conf=error.strerror or str(error))
-    return Network(library, searched, ranktable.addresses(text))
+        return Network(hccl_path, searched_dirs, conf_error=error.strerror or str(error))
+    return Network(hccl_path, searched_dirs, ranktable.addresses(text))
 
 
-def _directories(environment: Mapping[str, str]) -> Iterator[str]:
+def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:
     """As the loader goes, and where set_env.sh of CANN would lead it."""
     yield from (each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each.startswith("/"))
     home = environment.get("ASCEND_HOME_PATH", "").rstrip("/")
     if home:
-        yield from (f"{home}/{each.format(machine=platform.machine())}" for each in _IN_HOME)
+        yield from (f"{home}/{each.format(machine=platform.machine())}" for each in _HOME_LIBRARY_DIRS)

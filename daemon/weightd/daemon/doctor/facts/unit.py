@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightd.daemon.doctor.facts.host import Run, command
+from weightd.daemon.doctor.facts.host import RunCommand, run_for_output
 
 _PROPERTIES = (
     "LoadState",
@@ -30,9 +30,9 @@ _PROPERTIES = (
     "DeviceAllow",
 )
 # What a service has before its unit says anything; see systemd.exec(5).
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 
-_IGNORES = re.compile(r" \(ignore_errors=(yes|no)\)$")
+_IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Unit:
 
     name: str
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    unread: tuple[str, ...] = ()
+    unreadable_files: tuple[str, ...] = ()
     user: str = ""
     groups: tuple[str, ...] = ()
     hides_devices: bool = False
-    allowed: tuple[str, ...] | None = None
+    allowed_devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Identity:
     gids: frozenset[int]
 
 
-def ask(name: str, root: Path = Path("/"), run: Run | None = None) -> Unit:
+def read_unit(name: str, root: Path = Path("/"), run_command: RunCommand | None = None) -> Unit:
     """Return what systemd says of a unit.
 
     Raises:
@@ -75,7 +75,7 @@ def ask(name: str, root: Path = Path("/"), run: Run | None = None) -> Unit:
     """
     if not name:
         raise OSError("no unit was named")
-    text = (run or command)(["systemctl", "show", f"--property={','.join(_PROPERTIES)}", "--", name])
+    text = (run_command or run_for_output)(["systemctl", "show", f"--property={','.join(_PROPERTIES)}", "--", name])
     properties: defaultdict[str, list[str]] = defaultdict(list)
     for line in text.splitlines():
         key, _, value = line.partition("=")
@@ -83,30 +83,30 @@ def ask(name: str, root: Path = Path("/"), run: Run | None = None) -> Unit:
             properties[key].append(value)
     if properties["LoadState"] != ["loaded"]:
         raise OSError(f"systemd has no unit {name}")
-    environment = {"PATH": _PATH, **_pairs(shlex.split(" ".join(properties["Environment"])))}
-    unread: list[str] = []
-    for file in (_IGNORES.sub("", each) for each in properties["EnvironmentFiles"]):
+    environment = {"PATH": _DEFAULT_PATH, **_parse_assignments(shlex.split(" ".join(properties["Environment"])))}
+    unreadable_files: list[str] = []
+    for file in (_IGNORE_ERRORS_PATTERN.sub("", each) for each in properties["EnvironmentFiles"]):
         try:
-            environment.update(_of_file((root / file.lstrip("/")).read_text("utf-8", "replace")))
+            environment.update(_parse_environment_file((root / file.lstrip("/")).read_text("utf-8", "replace")))
         except OSError:
-            unread.append(file)
-    closed = properties["DevicePolicy"] not in ([], ["auto"]) or bool(properties["DeviceAllow"])
+            unreadable_files.append(file)
+    restricts_devices = properties["DevicePolicy"] not in ([], ["auto"]) or bool(properties["DeviceAllow"])
     return Unit(
         name,
         environment,
-        tuple(unread),
+        tuple(unreadable_files),
         "".join(properties["User"]),
         tuple(" ".join(properties["Group"] + properties["SupplementaryGroups"]).split()),
         properties["PrivateDevices"] == ["yes"],
-        tuple(each.split()[0] for each in properties["DeviceAllow"]) if closed else None,
+        tuple(each.split()[0] for each in properties["DeviceAllow"]) if restricts_devices else None,
     )
 
 
-def _pairs(assignments: list[str]) -> dict[str, str]:
+def _parse_assignments(assignments: list[str]) -> dict[str, str]:
     return {key: value for key, sign, value in (each.partition("=") for each in assignments) if sign}
 
 
-def _of_file(text: str) -> Iterator[tuple[str, str]]:
+def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
     """The assignments of an environment file, as far as they are on a line each."""
     for line in text.splitlines():
         key, sign, value = line.strip().partition("=")
@@ -115,7 +115,7 @@ def _of_file(text: str) -> Iterator[tuple[str, str]]:
             yield key.strip(), value[1:-1] if quoted else value
 
 
-def identity_of(unit: Unit) -> Identity:
+def service_user(unit: Unit) -> Identity:
     """Return whose rights the unit's processes have.
 
     Raises:
@@ -129,7 +129,7 @@ def identity_of(unit: Unit) -> Identity:
     return Identity(entry.pw_name, entry.pw_uid, frozenset([*os.getgrouplist(entry.pw_name, entry.pw_gid), *groups]))
 
 
-def own_identity() -> Identity:
+def current_user() -> Identity:
     """Return whose rights this process has."""
     uid = os.geteuid()
     try:

@@ -40,15 +40,15 @@ from weightd.protocol.messages.children import (
     Probing,
 )
 
-M = TypeVar("M", bound=ChildMessage)
+MessageT = TypeVar("M", bound=ChildMessage)
 
 _log = logging.getLogger("weightd.doctor")
 
 # After SIGKILL: a process that needs longer waits in the kernel, and nobody can end it.
-_END_LIMIT_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 # A process has ended: its last message is in a buffer of the kernel, and needs a moment to come out of it.
-_LAST_WORDS_MS = 200
+_LAST_MESSAGE_TIMEOUT_MS = 200
 
 
 class ChildError(Exception):
@@ -76,7 +76,7 @@ class Died(ChildError):
 
     def __init__(self, text: str, end: End | None = None) -> None:
         super().__init__(text)
-        self.end = end or End(None)
+        self.exit_cause = end or End(None)
 
 
 class Hung(ChildError):
@@ -109,20 +109,20 @@ class Children:
     """
 
     def __init__(
-        self, program: Program, limit: float, prefix: str = "weightd-doctor-", directory: Path | None = None
+        self, program: Program, step_timeout_s: float, prefix: str = "weightd-doctor-", directory: Path | None = None
     ) -> None:
         self._program = program
-        self._place = directory
-        self._limit = limit
+        self._files_directory = directory
+        self._step_timeout_s = step_timeout_s
         self._prefix = prefix
         self._processes: dict[str, Process] = {}
-        self._heard: defaultdict[str, deque[Heard]] = defaultdict(deque)
+        self._received: defaultdict[str, deque[Heard]] = defaultdict(deque)
         self.survivors: list[int] = []
 
     def __enter__(self) -> Children:
         # Not TMPDIR: the path of a socket has at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
-        self._files = GenerationFiles(self._place or self._directory)
+        self._files = GenerationFiles(self._files_directory or self._directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.address = f"ipc://{self._directory}/children.sock"
         self._socket = bind(self._context, self.address)
@@ -145,72 +145,72 @@ class Children:
         Raises:
             ChildError: it cannot be started.
         """
-        told = launch.child(self._program, name, Role.WORKER, self.address, self._files)
+        process_spec = launch.child(self._program, name, Role.WORKER, self.address, self._files)
         try:
-            self._processes[name] = Direct().start(told)
+            self._processes[name] = Direct().start(process_spec)
         except OSError as error:
             cause = explained(f"cannot start {self._program.python}: {error.strerror}")
             raise Died(f"{name}: {cause}") from None
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def send_order(self, name: str, message: OrderMessage, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
-        send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
+        send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
-    def hear(
-        self, name: str, kind: type[M], step: str, told: Callable[[Probing], None] | None = None
-    ) -> tuple[M, Sequence[Any]]:
+    def wait_for(
+        self, name: str, message_type: type[MessageT], step: str, on_trying_selftest: Callable[[Probing], None] | None = None
+    ) -> tuple[MessageT, Sequence[Any]]:
         """Wait for the child's next message, which must be a `kind`; what it tries before that is told.
 
         Raises:
             ChildError: it says something else, or nothing; the text begins with the child and the step.
         """
         _log.info("%s: %s", name, step)
-        message, frames = self._next(name, step)
+        message, frames = self._next_message(name, step)
         while isinstance(message, Probing):
-            if told is not None:
-                told(message)
+            if on_trying_selftest is not None:
+                on_trying_selftest(message)
             if message.trying:
-                self.order(name, Probe())
-            message, frames = self._next(name, step)
-        if isinstance(message, kind):
+                self.send_order(name, Probe())
+            message, frames = self._next_message(name, step)
+        if isinstance(message, message_type):
             return message, frames
         if isinstance(message, Broken):
             raise Refused(f"{name}: {step}: {explained(message.cause)}")
         if isinstance(message, Failed):
             raise Refused(f"{name}: {step}: {message.error}")
-        raise Confused(f"{name}: {step}: expected {kind.__name__}, got {type(message).__name__}")
+        raise Confused(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
 
-    def end(self, name: str) -> None:
+    def kill(self, name: str) -> None:
         """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
         if name in self._processes:
             processes.kill(self._processes[name])
             self._reap(name)
 
-    def _next(self, name: str, step: str) -> Heard:
+    def _next_message(self, name: str, step: str) -> Heard:
         process = self._processes.get(name)
         if process is None:
             raise Died(f"{name}: {step}: it has ended before")
-        deadline = clock.now() + self._limit
+        deadline = clock.now() + self._step_timeout_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(process.pidfd, zmq.POLLIN)
-        while not self._heard[name]:
+        while not self._received[name]:
             events = dict(poller.poll(math.ceil(clock.wait(deadline - clock.now()) * 1000)))
             if process.pidfd in events:
                 # What it said before it died counts, and may still be on its way through libzmq.
-                self._socket.poll(_LAST_WORDS_MS)
-            self._read(step)
-            if not self._heard[name] and process.pidfd in events:
+                self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
+            self._receive_messages(step)
+            if not self._received[name] and process.pidfd in events:
                 words = processes.last_words(process)
                 end = End(self._reap(name))
                 raise Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""), end)
-            if not self._heard[name] and clock.now() >= deadline:
+            if not self._received[name] and clock.now() >= deadline:
                 words = processes.last_words(process)
                 log = f"its log ends: {words}" if words else "its log is empty"
-                raise Hung(f"{name}: {step}: no answer within {self._limit:g} s; {log}")
-        return self._heard[name].popleft()
+                raise Hung(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
+        return self._received[name].popleft()
 
-    def _read(self, step: str) -> None:
+    def _receive_messages(self, step: str) -> None:
         for received in receive(self._socket):
             name = received.peer.decode("utf-8", "replace")
             process = self._processes.get(name)
@@ -221,13 +221,13 @@ class Children:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
                 raise Confused(f"{name}: {step}: it broke the protocol: {error}") from None
-            self._heard[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))
+            self._received[name].append(Heard(message, received.frames[limits.MAX_HEADER_FRAMES :]))
 
     def _reap(self, name: str) -> int | None:
         process = self._processes.pop(name)
-        ended = select.poll()
-        ended.register(process.pidfd, select.POLLIN)
-        if not clock.poll(ended, _END_LIMIT_S):
+        exit_poll = select.poll()
+        exit_poll.register(process.pidfd, select.POLLIN)
+        if not clock.poll(exit_poll, _KILL_TIMEOUT_S):
             self.survivors.append(process.pid)
             with contextlib.suppress(OSError):
                 os.close(process.pidfd)

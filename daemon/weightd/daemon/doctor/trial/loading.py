@@ -26,25 +26,25 @@ from weightd.shared.devices import is_cpu
 _log = logging.getLogger("weightd")
 
 # On a disk by convention: a page store is as large as the model, and /tmp often lies in memory.
-_STORES = "/var/tmp"  # noqa: S108 - in a directory of its own
+_STORES_DIRECTORY = "/var/tmp"  # noqa: S108 - in a directory of its own
 
 
-def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
+def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """Load the models, on each of their devices; log how each went, and yield what failed: a text names the model.
 
     What has been loaded is gone before the next one begins, and when the generator is closed.
     """
-    alone = {name: model for name, model in models.items() if model.ranks is None}
-    for name in models.keys() - alone.keys():
+    models_without_ranks = {name: model for name, model in models.items() if model.ranks is None}
+    for name in models.keys() - models_without_ranks.keys():
         _log.info("%s: its ranks are not loaded here; only a start does that", name)
-    tries = [(name, model, device) for name, model in alone.items() for device in model.groups]
-    for count, (name, model, device) in enumerate(tries, 1):
-        _log.info("%s on %s: loading, %d of %d", name, device, count, len(tries))
+    loads = [(name, model, device) for name, model in models_without_ranks.items() for device in model.devices_by_weight_copy]
+    for count, (name, model, device) in enumerate(loads, 1):
+        _log.info("%s on %s: loading, %d of %d", name, device, count, len(loads))
         begin = time.monotonic()
-        failure, found = _load(model, device, is_shared=model.sharing != "off")
+        failure, found = _load_model(model, device, is_shared=model.sharing != "off")
         if failure and model.sharing == "auto" and not is_cpu(device):
             unshared = failure
-            failure, found = _load(model, device, is_shared=False)
+            failure, found = _load_model(model, device, is_shared=False)
             found = f"weights are not shared: {unshared}"
         if failure:
             yield f"models.{name}: does not load on {device}: {failure}"
@@ -52,10 +52,10 @@ def failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
             _log.info("%s on %s: loaded in %.1f s; %s", name, device, time.monotonic() - begin, found)
 
 
-def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
+def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
     """Return why it failed, "" if it has not, and what was found."""
     prefix = f"weightd-check-{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES) as store:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES_DIRECTORY) as store:
         program = Program(
             model.python,
             model.engine,
@@ -63,28 +63,28 @@ def _load(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str
             device,
             threads=model.threads,
             sharing=is_shared,
-            options=model.options.json(),
-            sample=canary_config.sample(model.canary),
+            options=model.engine_options.json(),
+            sample=canary_config.inputs_path(model.canary),
             tolerance=model.canary_tolerance,
             cores=model.cores_of(device),
         )
         with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load(children, Canary.configured(model.canary), attaches=not is_cpu(device))
+                built, attached = trial.load_model(children, Canary.configured(model.canary), should_attach=not is_cpu(device))
             except ChildError as error:
                 return str(error), ""
         if children.survivors:
             return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
-    return _judged(built, attached, must_share=is_shared and not is_cpu(device))
+    return _evaluate(built, attached, must_share=is_shared and not is_cpu(device))
 
 
-def _judged(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
+def _evaluate(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
     if must_share and not built.handle:
         return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
     if must_share and not built.canary:
         return f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off", ""
     if attached is not None and attached.canary != built.canary:
         return "a worker does not give the holder's answer", ""
-    shared = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
-    without = "" if built.canary else f"no canary: {built.canary_note}"
-    return "", "; ".join(filter(None, (shared, built.note, without)))
+    shared_text = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
+    selftest_text = "" if built.canary else f"no canary: {built.canary_note}"
+    return "", "; ".join(filter(None, (shared_text, built.note, selftest_text)))

@@ -41,12 +41,12 @@ _log = logging.getLogger("weightd.doctor")
 
 HOLDER = "holder"
 WORKER = "worker"
-LATE = "late worker"  # listed at the build, attaches after the holder's death
-NEW = "new worker"  # starts after the build
-STRANGER = "stranger"  # is never listed
-PRIVATE = "private worker"  # takes a copy of its own
+LATE_WORKER = "late worker"  # listed at the build, attaches after the holder's death
+NEW_WORKER = "new worker"  # starts after the build
+UNLISTED_WORKER = "stranger"  # is never listed
+PRIVATE_WORKER = "private worker"  # takes a copy of its own
 
-Answer = tuple[bytes, ...]
+AnswerFrames = tuple[bytes, ...]
 """The digest of the canary's, or the outputs of a predict: a frame each."""
 
 
@@ -67,78 +67,78 @@ class Trial:
         late: a process attached after that, which was on the list.
     """
 
-    start: dict[str, str] | ChildError = field(default_factory=dict[str, str])
-    build: Built | ChildError | None = None
-    attach: Attached | ChildError | None = None
-    private: Attached | ChildError | None = None
-    allow: Allowed | ChildError | None = None
-    new: Attached | ChildError | None = None
-    stranger: Attached | ChildError | None = None
-    before: Answer | ChildError | None = None
-    after: Answer | ChildError | None = None
-    late: Attached | ChildError | None = None
+    start_result: dict[str, str] | ChildError = field(default_factory=dict[str, str])
+    build_result: Built | ChildError | None = None
+    attach_result: Attached | ChildError | None = None
+    private_copy_result: Attached | ChildError | None = None
+    allow_result: Allowed | ChildError | None = None
+    new_worker_result: Attached | ChildError | None = None
+    unlisted_result: Attached | ChildError | None = None
+    answer_before_exit: AnswerFrames | ChildError | None = None
+    answer_after_exit: AnswerFrames | ChildError | None = None
+    late_worker_result: Attached | ChildError | None = None
 
 
-def run(children: Children, canary: Canary) -> Trial:
+def run_selftest(children: Children, selftest: Canary) -> Trial:
     """Take all steps, in the order of `Trial`, as far as one does not need another that has failed."""
-    trial = Trial()
-    trial.start = _attempt(lambda: _start(children, HOLDER, WORKER, LATE))
-    if isinstance(trial.start, ChildError):
-        return trial
-    pids = (trial.start[WORKER], trial.start[LATE])
-    built = trial.build = _attempt(lambda: _build(children, pids, canary))
+    report = Trial()
+    report.start_result = _attempt(lambda: _start_children(children, HOLDER, WORKER, LATE_WORKER))
+    if isinstance(report.start_result, ChildError):
+        return report
+    pids = (report.start_result[WORKER], report.start_result[LATE_WORKER])
+    built = report.build_result = _attempt(lambda: _build_model(children, pids, selftest))
     if isinstance(built, ChildError) or not built.handle:
-        return trial
-    attached = trial.attach = _attempt(lambda: _attach(children, WORKER, built))
+        return report
+    attached = report.attach_result = _attempt(lambda: _attach_worker(children, WORKER, built))
     if isinstance(attached, ChildError):
-        return trial
-    if is_doubtful(built, attached):
-        trial.private = _attempt(lambda: _attach_new(children, PRIVATE, built, handle=""))
-    _try_the_list(children, trial, built)
-    _try_a_death(children, trial, built)
-    return trial
+        return report
+    if is_sharing_doubtful(built, attached):
+        report.private_copy_result = _attempt(lambda: _attach_new_worker(children, PRIVATE_WORKER, built, handle=""))
+    _test_pid_list(children, report, built)
+    _test_holder_exit(children, report, built)
+    return report
 
 
-def load(children: Children, canary: Canary, *, attaches: bool) -> tuple[Built, Attached | None]:
+def load_model(children: Children, selftest: Canary, *, should_attach: bool) -> tuple[Built, Attached | None]:
     """Take the first steps alone: build in a holder and, if `attaches`, in a worker with what the holder has shared.
 
     Raises:
         ChildError: of the step that failed.
     """
-    pids = _start(children, HOLDER, *([WORKER] if attaches else []))
-    built = _build(children, tuple(pids[name] for name in pids if name != HOLDER), canary)
-    return built, _attach(children, WORKER, built) if attaches else None
+    pids = _start_children(children, HOLDER, *([WORKER] if should_attach else []))
+    built = _build_model(children, tuple(pids[name] for name in pids if name != HOLDER), selftest)
+    return built, _attach_worker(children, WORKER, built) if should_attach else None
 
 
-def second_copy_bytes(built: Built, attached: Attached) -> int | None:
+def attach_bytes(built: Built, attached: Attached) -> int | None:
     """Return what an attach took on the device after the build; None where nobody can tell."""
     if built.device is None or attached.device is None:
         return None
     return built.device.free_bytes - attached.device.free_bytes
 
 
-def is_doubtful(built: Built, attached: Attached) -> bool:
+def is_sharing_doubtful(built: Built, attached: Attached) -> bool:
     """Whether what the worker took beside the weights could be as much as the weights: a small model."""
-    taken = second_copy_bytes(built, attached)
-    return taken is not None and taken >= built.shared_bytes
+    worker_bytes = attach_bytes(built, attached)
+    return worker_bytes is not None and worker_bytes >= built.shared_bytes
 
 
-def _try_the_list(children: Children, trial: Trial, built: Built) -> None:
+def _test_pid_list(children: Children, report: Trial, built: Built) -> None:
     """The list grows by one that started later; one that is not on it is refused."""
-    trial.allow = _attempt(lambda: _allow(children))
-    if isinstance(trial.allow, Allowed) and not trial.allow.error:
-        trial.new = _attempt(lambda: _attach(children, NEW, built))
-    children.end(NEW)
-    trial.stranger = _attempt(lambda: _attach_new(children, STRANGER, built, handle=built.handle))
+    report.allow_result = _attempt(lambda: _allow_new_worker(children))
+    if isinstance(report.allow_result, Allowed) and not report.allow_result.error:
+        report.new_worker_result = _attempt(lambda: _attach_worker(children, NEW_WORKER, built))
+    children.kill(NEW_WORKER)
+    report.unlisted_result = _attempt(lambda: _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle))
 
 
-def _try_a_death(children: Children, trial: Trial, built: Built) -> None:
-    trial.before = _attempt(lambda: _answer(children, built))
-    if isinstance(trial.before, ChildError):
+def _test_holder_exit(children: Children, report: Trial, built: Built) -> None:
+    report.answer_before_exit = _attempt(lambda: _get_answer(children, built))
+    if isinstance(report.answer_before_exit, ChildError):
         return
-    children.end(HOLDER)
-    trial.after = _attempt(lambda: _answer(children, built))
-    trial.late = _attempt(lambda: _attach(children, LATE, built))
+    children.kill(HOLDER)
+    report.answer_after_exit = _attempt(lambda: _get_answer(children, built))
+    report.late_worker_result = _attempt(lambda: _attach_worker(children, LATE_WORKER, built))
 
 
 def _attempt(step: Callable[[], T]) -> T | ChildError:
@@ -148,93 +148,93 @@ def _attempt(step: Callable[[], T]) -> T | ChildError:
         return error
 
 
-def _start(children: Children, *names: str) -> dict[str, str]:
+def _start_children(children: Children, *names: str) -> dict[str, str]:
     """Start these; return their numbers in the driver."""
     for name in names:
         children.start(name)
-    hellos = {name: children.hear(name, Hello, "start")[0] for name in names}
+    hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
     if len({hello.sha256 for hello in hellos.values()}) > 1:
         raise Confused("the model file has changed while the self-test read it")
     return {name: hello.pid for name, hello in hellos.items()}
 
 
-def _build(children: Children, pids: tuple[str, ...], canary: Canary) -> Built:
+def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) -> Built:
     """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
-    tries = Tries(canary)
+    search = Tries(selftest)
     while True:
-        children.order(HOLDER, tries.order(pids))
+        children.send_order(HOLDER, search.order(pids))
         try:
-            return children.hear(HOLDER, Built, "build with a list of pids" if pids else "build", tries.told)[0]
+            return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.told)[0]
         except ChildError as error:
-            from_outside = isinstance(error, Died) and error.end.from_outside
-            tried = described(tries.trying)
-            if not tries.lost(is_slow=isinstance(error, Hung), from_outside=from_outside):
+            from_outside = isinstance(error, Died) and error.exit_cause.from_outside
+            tried = described(search.trying)
+            if not search.lost(is_slow=isinstance(error, Hung), from_outside=from_outside):
                 if tried:
                     raise type(error)(f"{error}; it ran the canary, {tried}") from None
                 raise
             _log.info("%s; it ran %s", error, tried)
-        children.end(HOLDER)
-        _start(children, HOLDER)
+        children.kill(HOLDER)
+        _start_children(children, HOLDER)
 
 
-def _attach(children: Children, name: str, built: Built) -> Attached:
-    children.order(name, Attach(built.handle, built.canary_cases))
-    return children.hear(name, Attached, "build with the handle")[0]
+def _attach_worker(children: Children, name: str, built: Built) -> Attached:
+    children.send_order(name, Attach(built.handle, built.canary_cases))
+    return children.wait_for(name, Attached, "build with the handle")[0]
 
 
-def _attach_new(children: Children, name: str, built: Built, handle: str) -> Attached:
-    _start(children, name)
+def _attach_new_worker(children: Children, name: str, built: Built, handle: str) -> Attached:
+    _start_children(children, name)
     try:
-        children.order(name, Attach(handle, built.canary_cases))
-        return children.hear(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
+        children.send_order(name, Attach(handle, built.canary_cases))
+        return children.wait_for(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
     finally:
         # Its place and memory are given back before the next step takes some.
-        children.end(name)
+        children.kill(name)
 
 
-def _allow(children: Children) -> Allowed:
-    pids = _start(children, NEW)
-    children.order(HOLDER, Allow((pids[NEW],)))
-    return children.hear(HOLDER, Allowed, "put one more pid on the list")[0]
+def _allow_new_worker(children: Children) -> Allowed:
+    pids = _start_children(children, NEW_WORKER)
+    children.send_order(HOLDER, Allow((pids[NEW_WORKER],)))
+    return children.wait_for(HOLDER, Allowed, "put one more pid on the list")[0]
 
 
-def _answer(children: Children, built: Built) -> Answer:
+def _get_answer(children: Children, built: Built) -> AnswerFrames:
     """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
     if built.canary:
-        children.order(WORKER, Ping(canary=True))
-        return (children.hear(WORKER, Pong, "run the canary")[0].canary.encode(),)
-    specs, frames = inputs(built)
-    children.order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
-    return tuple(bytes(memoryview(frame)) for frame in children.hear(WORKER, Result, "predict")[1])
+        children.send_order(WORKER, Ping(canary=True))
+        return (children.wait_for(WORKER, Pong, "run the canary")[0].canary.encode(),)
+    specs, frames = make_inputs(built)
+    children.send_order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
+    return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, Result, "predict")[1])
 
 
 # --- An input without numpy -------------------------------------------------------------------------------------
 
 # Values that differ, so that weights matter; for integers 0 and 1, indices that every embedding has.
-_FLOATS = (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875)
+_FLOAT_VALUES = (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875)
 _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 
 
-def inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
+def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
     """Return an input of the model, of a shape that it is known to run with."""
     case = built.canary_cases[0] if built.canary_cases else {}
-    specs = tuple(_spec(each, case) for each in built.inputs)
-    return specs, [_frame(each.datatype, math.prod(each.shape)) for each in specs]
+    specs = tuple(_tensor_spec(each, case) for each in built.inputs)
+    return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]
 
 
-def _spec(tensor: TensorSignature, case: Case) -> TensorSpec:
+def _tensor_spec(tensor: TensorSignature, case: Case) -> TensorSpec:
     shape = case.get(tensor.name, tuple(1 if dim < 0 else dim for dim in tensor.shape or ()))
     return TensorSpec(tensor.name, tensor.datatype, shape)
 
 
-def _frame(datatype: str, count: int) -> bytes:
-    period = _period(datatype)
+def _tensor_frame(datatype: str, count: int) -> bytes:
+    period = _byte_pattern(datatype)
     size = count * ITEM_BYTES[datatype]
     return (period * (size // len(period) + 1))[:size]
 
 
-def _period(datatype: str) -> bytes:
+def _byte_pattern(datatype: str) -> bytes:
     if datatype in _FLOAT_CODES:
-        return struct.pack(f"<{len(_FLOATS)}{_FLOAT_CODES[datatype]}", *_FLOATS)
+        return struct.pack(f"<{len(_FLOAT_VALUES)}{_FLOAT_CODES[datatype]}", *_FLOAT_VALUES)
     ones: Sequence[int] = (0, 1, 1)
     return b"".join(value.to_bytes(ITEM_BYTES[datatype], "little") for value in ones)

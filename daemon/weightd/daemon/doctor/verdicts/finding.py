@@ -6,14 +6,14 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PASSED = 0
-FAILED = 1
-NOTHING_TESTABLE = 69  # EX_UNAVAILABLE
+EXIT_PASSED = 0
+EXIT_FAILED = 1
+EXIT_NOTHING_TESTABLE = 69  # EX_UNAVAILABLE
 
 # These say nothing of Ascend: they do not make a host testable.
 INTERPRETER = "interpreter"
-EXITS = "process exits"
-_OF_EVERY_HOST = (INTERPRETER, EXITS)
+PROCESS_EXITS = "process exits"
+_HOST_INDEPENDENT = (INTERPRETER, PROCESS_EXITS)
 
 
 class Verdict(enum.Enum):
@@ -36,30 +36,30 @@ class Finding:
     """
 
     name: str
-    verdict: Verdict
-    found: str
+    result: Verdict
+    detail: str
     advice: str = ""
 
 
-def passed(name: str, found: str) -> Finding:
+def passed(name: str, detail: str) -> Finding:
     """Nothing is to be done."""
-    return Finding(name, Verdict.PASS, found)
+    return Finding(name, Verdict.PASS, detail)
 
 
-def failed(name: str, found: str, advice: str) -> Finding:
+def failed(name: str, detail: str, advice: str) -> Finding:
     """Weights cannot be shared, or not fully, until something is done."""
-    return Finding(name, Verdict.FAIL, found, advice)
+    return Finding(name, Verdict.FAIL, detail, advice)
 
 
-def untestable(name: str, found: str, advice: str = "") -> Finding:
+def untestable(name: str, detail: str, advice: str = "") -> Finding:
     """It may be well or not; there is no advice where another finding has it."""
-    return Finding(name, Verdict.NOT_TESTABLE, found, advice)
+    return Finding(name, Verdict.NOT_TESTABLE, detail, advice)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
     """Return 1 if a check has failed, 69 if there was nothing of Ascend to test, else 0."""
-    verdicts = {finding.name: finding.verdict for finding in findings}
+    verdicts = {finding.name: finding.result for finding in findings}
     if Verdict.FAIL in verdicts.values():
-        return FAILED
-    tested = any(verdict is Verdict.PASS for name, verdict in verdicts.items() if name not in _OF_EVERY_HOST)
-    return PASSED if tested else NOTHING_TESTABLE
+        return EXIT_FAILED
+    tested = any(verdict is Verdict.PASS for name, verdict in verdicts.items() if name not in _HOST_INDEPENDENT)
+    return EXIT_PASSED if tested else EXIT_NOTHING_TESTABLE

@@ -5,32 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL, Card, Host
+from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, Card, Host
 from weightd.daemon.doctor.facts.interpreter import Report
-from weightd.daemon.doctor.verdicts.access import CONTAINER, NODES, SERVICE
-from weightd.daemon.doctor.verdicts.finding import EXITS, INTERPRETER, Finding, failed, passed, untestable
+from weightd.daemon.doctor.verdicts.access import CONTAINER_ADVICE, NODES, SERVICE
+from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER, Finding, failed, passed, untestable
 from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_OF_A_GUEST
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.version import VERSION
 
 # The first version with weights shared between processes.
-OLDEST_LIBRARY = (2, 7)
+MIN_LIBRARY_VERSION = (2, 7)
 
 # What published lists name together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
-_CANN_OF: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
+_CANN_BY_MINDSPORE: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
 
 # What the vendor's documents say of the calls that share, by the beginning of the chip's name.
-_LISTED = ("Ascend910B", "Ascend910_93")
-_CONTRADICTORY: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
-_READ_ONLY = ("Ascend950", "Ascend910_95")
+_LISTED_CHIPS = ("Ascend910B", "Ascend910_93")
+_CONTRADICTORY_CHIPS: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
+_SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
 
-_SOURCE_CANN = "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd"
-_MOUNT = "in a container, mount it from the host"
-_NOWHERE = "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
-_ELSEWHERE = "run weightd doctor where the cards are; here weightd serves on the CPU"
+_SOURCE_CANN_ADVICE = "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd"
+_MOUNT_ADVICE = "in a container, mount it from the host"
+_NO_ASCEND_DETAIL = "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
+_NO_ASCEND_ADVICE = "run weightd doctor where the cards are; here weightd serves on the CPU"
 NO_ASCEND = "no Ascend here"
 
-NAMES = (
+CHECK_NAMES = (
     *(SERVICE, NODES, "mindspore_lite", "driver", "cann", "libascendcl", "chip"),
     *("current_pid", "devices", "device memory", "processes", "virtual instance"),
 )
@@ -39,80 +39,80 @@ NAMES = (
 
 def has_ascend(host: Host, report: Report) -> bool:
     """Whether there is anything to test."""
-    loaded = "libascendcl" in report.steps and not report.error("libascendcl")
-    return host.has_ascend or loaded or bool(report.value("current_pid", "pid"))
+    has_library = "libascendcl" in report.steps and not report.error("libascendcl")
+    return host.has_ascend or has_library or bool(report.value("current_pid", "pid"))
 
 
-def interpreter(python: str, report: Report) -> Finding:
+def check_interpreter(python: str, report: Report) -> Finding:
     """It runs, and has weightd in the version of the daemon."""
     if "python" not in report.steps:
-        found = f"{python}: {report.end or 'it reported nothing'}" + (f": {report.log}" if report.log else "")
+        found = f"{python}: {report.exit_description or 'it reported nothing'}" + (f": {report.log_tail}" if report.log_tail else "")
         return failed(INTERPRETER, found, f"{python} -m pip install weightd=={VERSION}; or name another with --python")
     found = f"{python}: Python {report.value('python', 'version')}"
     error = report.error("weightd")
     if error:
         return failed(INTERPRETER, f"{found}; weightd cannot run there: {error}", f"{python} -m pip install weightd")
-    theirs = report.value("weightd", "version")
-    if theirs != VERSION:
-        found += f" has weightd {theirs}, the daemon is {VERSION}"
+    version = report.value("weightd", "version")
+    if version != VERSION:
+        found += f" has weightd {version}, the daemon is {VERSION}"
         return failed(INTERPRETER, found, f"{python} -m pip install weightd=={VERSION}")
-    return passed(INTERPRETER, f"{found}, weightd {theirs}")
+    return passed(INTERPRETER, f"{found}, weightd {version}")
 
 
-def exits(kernel: str, why_no_pidfds: str) -> Finding:
+def check_process_exits(kernel: str, no_pidfds_reason: str) -> Finding:
     """Return by what the daemon learns that one of its processes has exited; either way is as good.
 
     Args:
         kernel: its release.
         why_no_pidfds: why the daemon cannot have pidfds, "" if it can.
     """
-    if why_no_pidfds:
-        return passed(EXITS, f"Linux {kernel}: a thread waits for each process, for lack of pidfds: {why_no_pidfds}")
-    return passed(EXITS, f"Linux {kernel}: pidfds")
+    if no_pidfds_reason:
+        return passed(PROCESS_EXITS, f"Linux {kernel}: a thread waits for each process, for lack of pidfds: {no_pidfds_reason}")
+    return passed(PROCESS_EXITS, f"Linux {kernel}: pidfds")
 
 
-def library(report: Report) -> Finding:
+def check_library(report: Report) -> Finding:
     """MindSpore Lite is there, and new enough to share weights."""
     name = "mindspore_lite"
-    wheel = "install the vendor's wheel of MindSpore Lite 2.7 or later, built for Ascend and for this Python"
+    advice = "install the vendor's wheel of MindSpore Lite 2.7 or later, built for Ascend and for this Python"
     error = report.error("library")
     if error:
-        return failed(name, error, wheel)
+        return failed(name, error, advice)
     version = str(report.value("library", "version"))
-    numbers = _numbers(version)
+    numbers = _parse_version(version)
     if not numbers:
         return untestable(name, f"version {version!r}", "expected numbers as in 2.7.0: see whether it is 2.7 or later")
-    if numbers < OLDEST_LIBRARY:
-        return failed(name, f"version {version}; weights can be shared from 2.7 on", wheel)
+    if numbers < MIN_LIBRARY_VERSION:
+        return failed(name, f"version {version}; weights can be shared from 2.7 on", advice)
     return passed(name, f"version {version}")
 
 
-def driver(host: Host) -> Finding:
+def check_driver(host: Host) -> Finding:
     """The driver is installed and shows device nodes."""
     name = "driver"
     nodes = ", ".join(f"/dev/{node}" for node in host.devices) or "no /dev/davinci*"
     found = f"{nodes}; version {host.driver or 'unknown'}"
-    if not host.npu_smi:
+    if not host.npu_smi_error:
         found += f"; npu-smi lists {len(host.cards)} devices"
     if host.devices and host.driver:
         return passed(name, found)
     if host.devices:
-        advice = f"read /usr/local/Ascend/driver/version.info ({_MOUNT}), or run npu-smi info"
+        advice = f"read /usr/local/Ascend/driver/version.info ({_MOUNT_ADVICE}), or run npu-smi info"
         return untestable(name, found, advice)
-    return untestable(name, found, f"if the next lines see no device: load the driver; {CONTAINER}")
+    return untestable(name, found, f"if the next lines see no device: load the driver; {CONTAINER_ADVICE}")
 
 
-def cann(host: Host, report: Report) -> Finding:
+def check_cann(host: Host, report: Report) -> Finding:
     """CANN's version, and whether published lists name it with that of the library."""
     name = "cann"
-    if host.home and not host.is_home_there:
-        return failed(name, f"ASCEND_HOME_PATH is {host.home}, which is not there", _SOURCE_CANN)
-    home = f"ASCEND_HOME_PATH {host.home}" if host.home else "ASCEND_HOME_PATH is not set"
+    if host.ascend_home and not host.has_ascend_home_dir:
+        return failed(name, f"ASCEND_HOME_PATH is {host.ascend_home}, which is not there", _SOURCE_CANN_ADVICE)
+    home = f"ASCEND_HOME_PATH {host.ascend_home}" if host.ascend_home else "ASCEND_HOME_PATH is not set"
     if not host.cann:
         advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether it works"
         return untestable(name, f"no version file below /usr/local/Ascend; {home}", advice)
     library = str(report.value("library", "version") or "")
-    listed = _CANN_OF.get(_numbers(library)[:3], "")
+    listed = _CANN_BY_MINDSPORE.get(_parse_version(library)[:3], "")
     found = f"version {host.cann}; {home}"
     if not listed or host.cann.upper().startswith(listed):
         return passed(
@@ -122,7 +122,7 @@ def cann(host: Host, report: Report) -> Finding:
     return untestable(name, f"{found}; published lists name {listed} for {library}", advice)
 
 
-def chip(report: Report, *, shares: bool | None) -> Finding:
+def check_chip(report: Report, *, can_share: bool | None) -> Finding:
     """What the vendor says of this kind of card; the self-test has the last word.
 
     Args:
@@ -133,46 +133,46 @@ def chip(report: Report, *, shares: bool | None) -> Finding:
     soc = str(report.value("soc", "name") or "")
     kind = soc or "a chip without a name"
     test = "weightd doctor --model FILE.mindir tries it"
-    if shares:
+    if can_share:
         return passed(name, f"{kind}: the self-test could share")
-    if soc.startswith(_LISTED):
+    if soc.startswith(_LISTED_CHIPS):
         return passed(name, f"{kind}: the vendor's documents list it for shared memory")
-    doubt = next((cards for begin, cards in _CONTRADICTORY.items() if soc.startswith(begin)), "")
-    if soc.startswith(_READ_ONLY):
+    doubt = next((cards for begin, cards in _CONTRADICTORY_CHIPS.items() if soc.startswith(begin)), "")
+    if soc.startswith(_SOURCE_ONLY_CHIPS):
         return untestable(name, f"{kind}: listed, and known here from the driver's source only", test)
     if not doubt:
         return untestable(name, f"{kind}: nothing is known here of its kind", test)
     found = f"{kind}: the vendor's documents contradict each other on whether {doubt} can share memory"
-    if shares is None:
+    if can_share is None:
         return untestable(name, found, f'{test}; if it cannot, sharing = "auto" or "off"')
     return failed(name, f"{found}; here the self-test could not", 'set sharing = "auto" or "off" for models on it')
 
 
-def libascendcl(report: Report) -> Finding:
+def check_libascendcl(report: Report) -> Finding:
     """The runtime beneath the library can be loaded."""
     error = report.error("libascendcl")
     if error:
-        return failed("libascendcl", error, _SOURCE_CANN)
+        return failed("libascendcl", error, _SOURCE_CANN_ADVICE)
     name = report.value("soc", "name")
     return passed("libascendcl", f"loaded; the chip is {name}" if name else "loaded")
 
 
-def current_pid(report: Report) -> Finding:
+def check_current_pid(report: Report) -> Finding:
     """The library tells the driver's number of a process: without it no process can be put on a whitelist."""
     name = "current_pid"
     error = report.error("current_pid")
     if error:
         return failed(name, error, "see the lines above")
-    theirs, ours = report.value("current_pid", "pid"), report.value("python", "pid")
-    if not theirs:
+    driver_pid, process_pid = report.value("current_pid", "pid"), report.value("python", "pid")
+    if not driver_pid:
         found = "empty: the library cannot reach the driver"
-        return failed(name, found, f"use a wheel built for Ascend, 2.7 or later; {_SOURCE_CANN}")
-    if theirs == ours:
-        return passed(name, f"{theirs}, the pid of the process")
-    return passed(name, f"{theirs}, while the process is {ours} to itself: a pid namespace (container) lies between")
+        return failed(name, found, f"use a wheel built for Ascend, 2.7 or later; {_SOURCE_CANN_ADVICE}")
+    if driver_pid == process_pid:
+        return passed(name, f"{driver_pid}, the pid of the process")
+    return passed(name, f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between")
 
 
-def devices(report: Report, device: int) -> Finding:
+def check_devices(report: Report, device: int) -> Finding:
     """The named device is there."""
     name = "devices"
     error = report.error("devices")
@@ -184,11 +184,11 @@ def devices(report: Report, device: int) -> Finding:
     found = f"{count} seen; ascend:{device} is asked for"
     if device >= count:
         advice = f"name one of ascend:0 to ascend:{count - 1}; ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices"
-        return failed(name, found, advice if count else f"pass the card to this virtual machine; {CONTAINER}")
+        return failed(name, found, advice if count else f"pass the card to this virtual machine; {CONTAINER_ADVICE}")
     return passed(name, found)
 
 
-def memory(report: Report, device: int) -> Finding:
+def check_memory(report: Report, device: int) -> Finding:
     """A process can take a place on the device, and there is memory."""
     name = "device memory"
     error = report.error("memory")
@@ -196,7 +196,7 @@ def memory(report: Report, device: int) -> Finding:
         advice = f"a device takes {MAX_PROCESSES} processes: see the line processes; npu-smi info shows its health"
         return failed(name, f"ascend:{device}: {error}", advice)
     free, total = int(report.value("memory", "free_bytes")), int(report.value("memory", "total_bytes"))
-    found = f"ascend:{device}: {mib(free)} free of {mib(total)}, by all processes of all users"
+    found = f"ascend:{device}: {format_mib(free)} free of {format_mib(total)}, by all processes of all users"
     if total == 0:
         return failed(name, found, "the device reports no memory: npu-smi info shows its health")
     if free < MIB:
@@ -206,10 +206,10 @@ def memory(report: Report, device: int) -> Finding:
 
 def max_processes(host: Host) -> int:
     """Return how many processes a device of this host takes."""
-    return MAX_PROCESSES_OF_A_GUEST if host.virtual_machine else MAX_PROCESSES
+    return MAX_PROCESSES_OF_A_GUEST if host.is_virtual_machine else MAX_PROCESSES
 
 
-def processes(host: Host, card: Card | None, counted: int | OSError, device: int) -> Finding:
+def check_processes(host: Host, card: Card | None, process_count: int | OSError, device: int) -> Finding:
     """There is room for more processes on the device.
 
     Args:
@@ -220,22 +220,22 @@ def processes(host: Host, card: Card | None, counted: int | OSError, device: int
     """
     name = "processes"
     limit = max_processes(host)
-    guest = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
-    told = guest if host.virtual_machine else ""
-    if isinstance(counted, OSError):
+    guest_hint = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
+    limit_hint = guest_hint if host.is_virtual_machine else ""
+    if isinstance(process_count, OSError):
         return untestable(
             name,
-            f"at most {limit} on a device{told}; how many run now is unknown: {counted}",
+            f"at most {limit} on a device{limit_hint}; how many run now is unknown: {process_count}",
             "on the host: npu-smi info -t proc-mem -i NPU_ID (a container may not see the others)",
         )
-    where = f" (NPU {card.npu}, chip {card.chip})" if card else ""
-    found = f"{counted} of {limit} on ascend:{device}{where}{told}"
-    if counted >= limit:
+    where = f" (NPU {card.npu_id}, chip {card.chip_id})" if card else ""
+    found = f"{process_count} of {limit} on ascend:{device}{where}{limit_hint}"
+    if process_count >= limit:
         return failed(name, found, "end some: a further process fails when it opens the device")
     return passed(name, found)
 
 
-def virtual(host: Host, report: Report, *, imports: bool) -> Finding:
+def check_virtual_instance(host: Host, report: Report, *, can_import: bool) -> Finding:
     """The card is no virtual instance: these refuse to share memory between processes.
 
     Args:
@@ -244,7 +244,7 @@ def virtual(host: Host, report: Report, *, imports: bool) -> Finding:
         imports: the self-test has imported shared memory: that settles it.
     """
     name = "virtual instance"
-    if imports:
+    if can_import:
         return passed(name, "none, or one that shares: the self-test could import memory")
     advice = "use a whole card: a virtual instance (vNPU) refuses to import shared memory"
     soc = str(report.value("soc", "name") or "")
@@ -253,31 +253,31 @@ def virtual(host: Host, report: Report, *, imports: bool) -> Finding:
     if host.devices and set(host.devices) == set(host.virtual_nodes):
         return failed(name, f"only /dev/{', /dev/'.join(host.virtual_nodes)}", advice)
     test = "weightd doctor --model FILE.mindir tries it; on the host: npu-smi info -t info-vnpu -i NPU_ID -c CHIP_ID"
-    doubt = _doubt(host)
+    doubt = _virtual_instance_doubt(host)
     if doubt:
         return untestable(name, doubt, test)
-    return passed(name, f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL}" + (f", chip {soc}" if soc else ""))
+    return passed(name, f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {soc}" if soc else ""))
 
 
-def _doubt(host: Host) -> str:
+def _virtual_instance_doubt(host: Host) -> str:
     """Why device nodes do not tell whether a card is whole."""
     if host.virtual_nodes:
         return f"some are: /dev/{', /dev/'.join(host.virtual_nodes)}"
     if not host.devices:
         return "no device nodes to tell it from"
-    return "in a virtual machine a virtual instance looks like a card" if host.virtual_machine else ""
+    return "in a virtual machine a virtual instance looks like a card" if host.is_virtual_machine else ""
 
 
-def nowhere() -> list[Finding]:
+def no_ascend_findings() -> list[Finding]:
     """What is to be said of every check where there is nothing of Ascend."""
-    return [untestable("ascend", _NOWHERE, _ELSEWHERE), *(untestable(name, NO_ASCEND) for name in NAMES)]
+    return [untestable("ascend", _NO_ASCEND_DETAIL, _NO_ASCEND_ADVICE), *(untestable(name, NO_ASCEND) for name in CHECK_NAMES)]
 
 
-def mib(size: int) -> str:
+def format_mib(size: int) -> str:
     """Return a size in bytes as people read it."""
     return f"{size / MIB:,.0f} MiB"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     match = re.match(r"\d+(?:\.\d+)+", version)
     return tuple(map(int, match.group().split("."))) if match else ()
