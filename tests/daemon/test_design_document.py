@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.generations.states import ACCESS, CHILD, GENERATION, diagram
-from weightd.daemon.models.stage import STAGE
-from weightd.daemon.models.standing import PHASE
+from weightd.daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITIONS, GENERATION_TRANSITIONS, diagram
+from weightd.daemon.models.stage import DEPLOYMENT_TRANSITIONS
+from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
-_TABLES = {"generation": GENERATION, "child": CHILD, "access": ACCESS, "stage": STAGE, "phase": PHASE}
+_TABLES = {"generation": GENERATION_TRANSITIONS, "child": CHILD_TRANSITIONS, "access": ATTACH_TRANSITIONS, "stage": DEPLOYMENT_TRANSITIONS, "phase": MODEL_PHASE_TRANSITIONS}
 
 
 @pytest.mark.parametrize(("name", "table"), _TABLES.items())

@@ -53,12 +53,12 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
     written(1000, 1)
     server = begun(path)
     device = server._devices["ascend:0"] = Device("ascend:0")
-    device.capacity = 1000 * 2**20
+    device.capacity_bytes = 1000 * 2**20
     server._fleet.models["m"] = SimpleNamespace(updating=True, successor=None, config=server._config.models["m"])
     written(2000, 2)
     with pytest.raises(Unavailable):
         reload(server, 0.0)
-    assert device.capacity == 1000 * 2**20
+    assert device.capacity_bytes == 1000 * 2**20
 
 
 def test_where_clients_connect_is_changed_by_a_restart_alone(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class Server:
                 if self._keeping is not None:
                     self._keeping.close()
         models = self._fleet.models.values()
-        if any(deployment.is_unserved for model in models for deployment in model.deployments):
+        if any(deployment.is_failing for model in models for deployment in model.deployments):
             return exits.MODEL_FAILED
         if self._fleet.deaths:
             _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._fleet.deaths)
@@ -303,8 +303,8 @@ class Server:
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
-            device.said, device.free = said.capacity, said.free
-            device.capacity = device.capacity or device.said
+            device.reported_bytes, device.free_bytes = said.capacity, said.free
+            device.capacity_bytes = device.capacity_bytes or device.reported_bytes
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
         self._backend.tidy(children, [*entries, *keeping.entries])
@@ -314,11 +314,11 @@ class Server:
 
     def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
-        model.attaching = self._attaching
-        model.desk.count_with(self._meters.of(name))
-        model.desk.scheduler.clocks = self._clocks
-        model.desk.guard.suspects.tenants = self._suspects
-        model.desk.guard.log = self._client_log
+        model.load_limiter = self._attaching
+        model.dispatcher.count_with(self._meters.of(name))
+        model.dispatcher.scheduler.clocks = self._clocks
+        model.dispatcher.guard.suspects.tenants = self._suspects
+        model.dispatcher.guard.log = self._client_log
         self._loop.add_timer(model.timer)
         return model
 
@@ -353,14 +353,14 @@ class Server:
         """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = clock.now()
-        for model in self._fleet.everyone():
-            model.desk.scheduler.paused(seconds, now)
+        for model in self._fleet.all_models():
+            model.dispatcher.scheduler.paused(seconds, now)
         if self._manager.there:
             self._herald.paused(seconds)
             self._sign.set(now)
 
     def _finished(self) -> bool:
-        if not self._shutdown.ending or any(model.desk.has_to_refuse for model in self._fleet.everyone()):
+        if not self._shutdown.ending or any(model.dispatcher.has_to_refuse for model in self._fleet.all_models()):
             return False
         return self._keeping is not None or self._backend.is_empty
 
@@ -377,7 +377,7 @@ class Server:
         """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
         now = clock.now()
         if self._fleet.changing:
-            self._fleet.settle(now)
+            self._fleet.reconcile(now)
         if self._has_changed:
             self._look_at_loads(now)
         if self._manager.there and self._backend.take_changed():
@@ -398,7 +398,7 @@ class Server:
 
     def _look_at_loads(self, now: float) -> None:
         self._has_changed = False
-        self._loading.look(self._fleet.everyone(), now)
+        self._loading.look(self._fleet.all_models(), now)
 
     def _look_once(self, now: float) -> None:
         """There is one model, for a first look at it."""
@@ -407,7 +407,7 @@ class Server:
         if (
             not self._shutdown.begun
             and not self._has_told
-            and all(each.complete for each in self._fleet.models.values())
+            and all(each.is_complete for each in self._fleet.models.values())
         ):
             self._has_told = True
             _log.info("it serves; to ask it: %s", self._one_shot)
@@ -420,7 +420,7 @@ class Server:
 
     def _record(self) -> None:
         if self._keeping is not None and not self._shutdown.ending:
-            devices = [DeviceRecord(each.name, each.said, each.free) for each in self._devices.values()]
+            devices = [DeviceRecord(each.name, each.reported_bytes, each.free_bytes) for each in self._devices.values()]
             handover.write(self._keeping.handover, self._fleet.records(), devices)
 
     def _announce(self, now: float) -> None:
@@ -453,7 +453,7 @@ class Server:
         return any(model.has_failed for model in self._fleet.models.values())
 
     def _idle(self) -> bool:
-        return all(model.desk.idle for model in self._fleet.everyone())
+        return all(model.dispatcher.idle for model in self._fleet.all_models())
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class Server:
     def _stop_models(self, now: float) -> None:
         if self._keeping is not None:
             # The keeper ends the processes, or the next daemon goes on with them: who knows.
-            self._fleet.leave(now)
+            self._fleet.hand_over(now)
         else:
             self._fleet.drain(now)
 
@@ -535,7 +535,7 @@ class Server:
 
     def _answer_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
         if isinstance(outcome, RequestError):
-            self._frontend.tell_failed(client, request_id, outcome)
+            self._frontend.reply_failed(client, request_id, outcome)
         else:
             self._frontend.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
@@ -764,5 +764,5 @@ def _update_devices(devices: dict[str, Device], config: Config) -> None:
         if not is_cpu(name):
             given = config.devices.get(name, DeviceConfig())
             # Where nothing is given, what the card has said before stays true.
-            device.capacity = given.memory_mib * MIB or device.said
+            device.capacity_bytes = given.memory_mib * MIB or device.reported_bytes
             device.max_processes = given.processes

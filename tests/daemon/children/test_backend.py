@@ -83,7 +83,7 @@ class Pinned(Backend):
 
     def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
         if self.pins:
-            super().pin(owner, model, config, source, expected)
+            super().take_snapshot(owner, model, config, source, expected)
 
 
 class Scene:
@@ -125,11 +125,11 @@ class Scene:
         while not self.backend.heard:
             self.loop.wait(30)
         self.model.start(0.0)
-        self.model.pinned(Source("/m.mindir"), self.snapshot, 0.0)
+        self.model.on_snapshot_taken(Source("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
-            self.model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-        self.model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
-        self.model.heard(WORKER, Attached("canary", 100), (), 0.0)
+            self.model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+        self.model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0)
+        self.model.on_message(WORKER, Attached("canary", 100), (), 0.0)
 
     def answer(self, *, by_lane: bool = True, is_dead: bool = False) -> None:
         """Have the model asked, and the worker answer; if it is dead, its exit is the first that can be noticed."""
@@ -186,10 +186,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_is_told(scene: Scene) -> None:
     scene.serve()
     scene.answer()
-    assert scene.backend.lives(HOLDER)
+    assert scene.backend.is_alive(HOLDER)
     scene.kill(HOLDER)
     # Nobody has told the backend: it asks.
-    assert [scene.backend.lives(each) for each in (HOLDER, WORKER, "m.1.w2")] == [False, True, False]
+    assert [scene.backend.is_alive(each) for each in (HOLDER, WORKER, "m.1.w2")] == [False, True, False]
     while HOLDER in scene.backend.processes:
         scene.loop.wait(30)
     assert scene.answers == []
@@ -208,14 +208,14 @@ def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene, by_lane: 
 def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -> None:
     scene.serve()
     predict = Predict(1, RequestDescription("m", ()))
-    scene.backend.order(WORKER, predict)
-    scene.backend.order(WORKER, Stop())
+    scene.backend.send_order(WORKER, predict)
+    scene.backend.send_order(WORKER, Stop())
     assert scene.asked(2) == [predict, Stop()]
     scene.lane.connection.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
         scene.loop.wait(0.1)
     # It has said by another way that it is broken.
-    scene.backend.order(WORKER, Stop())
+    scene.backend.send_order(WORKER, Stop())
     orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), Stop())
     assert [type(order) for order in orders] == [Attach]
 
@@ -258,7 +258,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_being_started(
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr(vars(scene.backend)["_launcher"], "start", mock.Mock(side_effect=refused))
     scene.model.start(0.0)
-    scene.model.pinned(Source("/m.mindir"), scene.snapshot, 0.0)
+    scene.model.on_snapshot_taken(Source("/m.mindir"), scene.snapshot, 0.0)
     while "cannot start /" not in caplog.text:
         scene.loop.wait(1)
     assert LIMIT in caplog.text
@@ -285,7 +285,7 @@ def test_what_waits_for_the_lane_of_a_child_goes_with_it_where_that_is_never_for
     inner["_by_lane_alone"].add("m.1.w2")
     launch = Launch("m.1.w2", [], [], Path(os.devnull), {})
     inner["_nursery"].fork(Wanted(launch, "m.1.w1", float("inf"), print))
-    scene.backend.order("m.1.w2", Stop())
+    scene.backend.send_order("m.1.w2", Stop())
     assert inner["_lanes"].leads_to("m.1.w2")
     scene.backend.kill("m.1.w2")
     assert not inner["_lanes"].leads_to("m.1.w2")
@@ -312,7 +312,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     path = Path(scene.worker.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     scene.model.start(0.0)
-    scene.model.pinned(Source("/m.mindir"), scene.snapshot, 0.0)
+    scene.model.on_snapshot_taken(Source("/m.mindir"), scene.snapshot, 0.0)
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
     while not scene.backend.heard:
@@ -362,7 +362,7 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
 
     assert spawn(Role.HOLDER)
     files.store.write_bytes(b"pages")
-    scene.backend.exported(generation)
+    scene.backend.on_exported(generation)
     assert spawn(Role.WORKER)
     # Nothing but logs: they are made anew. Where weights were shared, nobody can attach to them any more.
     shutil.rmtree(scene.backend_directory)

@@ -67,7 +67,7 @@ def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> N
     host.servers.exited(SECOND, End(1, "No module named 'onnxruntime'"))
     assert "No module named 'onnxruntime'" in host.find(ONNX)
     (server,) = host.servers.all.values()
-    server.restarts.due = 0.0
+    server.restarts.due_at = 0.0
     assert host.find(ONNX) == THIRD
     assert not server.why
 

@@ -48,12 +48,12 @@ def test_what_a_card_says_is_what_it_has(
         python.write_text(f'#!/bin/sh\necho "$4" >>{tmp_path}/asked\n{script.replace("sleep", "timeout 3 sleep")}\n')
         python.chmod(0o700)
     devices = {name: Device(name) for name in ("cpu", "ascend:0", "ascend:1")}
-    devices["ascend:1"].capacity = 1
+    devices["ascend:1"].capacity_bytes = 1
     probing = Probing(Running(loop), devices)
     for _ in range(2):
         ask(loop, probing, python, *devices)
-    assert (devices["ascend:0"].capacity, devices["ascend:0"].said) == (said, said)
-    assert (devices["ascend:1"].said, devices["cpu"].said) == (None, None)
+    assert (devices["ascend:0"].capacity_bytes, devices["ascend:0"].reported_bytes) == (said, said)
+    assert (devices["ascend:1"].reported_bytes, devices["cpu"].reported_bytes) == (None, None)
     # Once, though in vain.
     assert script is None or (tmp_path / "asked").read_text() == "ascend:0\n"
     assert said is not None or "ascend:0: cannot be asked for its memory: " in caplog.text

@@ -296,8 +296,8 @@ def test_an_update_is_in_the_audit_log_when_it_has_ended(caplog: pytest.LogCaptu
     assert world.refusals(client, 1) == [("two", "INVALID_ARGUMENT")]
     assert begun == ["one", "two"]
     [key] = {key for key, _ in world.frontend._pending_operations}
-    world.frontend.tell_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
-    world.frontend.tell_failed(key, "two", Unavailable("not updated: no room"))
+    world.frontend.reply_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
+    world.frontend.reply_failed(key, "two", Unavailable("not updated: no room"))
     assert re.findall(r'result="(\w+)"', "".join(audited(caplog))) == ["refused", "ok", "failed"]
     assert audited(caplog)[2].endswith('path="/m.onnx" detail="not updated: no room"')
     assert not world.frontend._pending_operations

@@ -14,7 +14,7 @@ from weightd.daemon.doctor.verdicts import host as checks
 from weightd.daemon.doctor.verdicts import ranks as rank_checks
 from weightd.daemon.doctor.verdicts import trial as trial_checks
 from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.schema import decode
@@ -51,7 +51,7 @@ def test_every_option_for_a_card_is_listed() -> None:
 
 
 def test_the_example_of_memory() -> None:
-    weights = on_card(4000 * MIB) // MIB
+    weights = card_bytes(4000 * MIB) // MIB
     assert f"| {weights:,} MiB | 10 x 600 MiB | {weights + 10 * 600:,} MiB |" in TEXT
     assert f"{8 * (4000 + 600):,} MiB" in TEXT
 

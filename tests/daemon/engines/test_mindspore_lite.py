@@ -45,14 +45,14 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 def test_a_worker_takes_what_the_daemon_has() -> None:
     assert describe(MindSporeLiteOptions) == describe(Options)
-    told = Options.of(json.loads(options(**ALL).json()))
+    told = Options.of(json.loads(options(**ALL).to_json()))
     assert dataclasses.asdict(told) == dataclasses.asdict(options(**ALL))
     assert all(getattr(told, key) != getattr(Options(), key) for key in ALL), "each is tried with another value"
 
 
 def test_only_what_was_given_is_told() -> None:
-    assert options().json() == "{}"
-    assert options(thread_affinity_cores=[4], dec_mode="AES-GCM").json() == '{"thread_affinity_cores": [4]}'
+    assert options().to_json() == "{}"
+    assert options(thread_affinity_cores=[4], dec_mode="AES-GCM").to_json() == '{"thread_affinity_cores": [4]}'
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_a_value_that_is_none_is_refused_by_its_key(values: dict[str, Any], text
 
 def test_paths_are_relative_to_the_configuration() -> None:
     given = options(config_file="lite.ini", dec_key_file="../key")
-    done = given.complete(Path("/etc/weightd"))
+    done = given.resolve_paths(Path("/etc/weightd"))
     assert (done.config_file, done.dec_key_file) == ("/etc/weightd/lite.ini", "/etc/weightd/../key")
-    assert options(config_file="/abs/lite.ini").complete(Path("/etc")).config_file == "/abs/lite.ini"
-    assert options().complete(Path("/etc")) == options()
+    assert options(config_file="/abs/lite.ini").resolve_paths(Path("/etc")).config_file == "/abs/lite.ini"
+    assert options().resolve_paths(Path("/etc")) == options()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
         (tmp_path / name).write_text("[ascend_context]\n# shareable_weight_pid_list=1\nx=shareable_weight_pid_list\n")
     (tmp_path / "key").chmod(mode)
     (tmp_path / "link").symlink_to("lite.ini")
-    files = options(config_file="link", dec_key_file="key").complete(tmp_path)
+    files = options(config_file="link", dec_key_file="key").resolve_paths(tmp_path)
     assert list(files.file_problems()) == list(options().file_problems()) == []
 
 

@@ -73,7 +73,7 @@ GROUPS = _groups()
 def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[Device]) -> None:
     table = ranktable.parse(ranktable.generate(group, "host"))
     assert (list(table.devices), table.server) == (group, "host")
-    assert list(ranktable.of_devices(table, {f"ascend:{rank}": each.number for rank, each in enumerate(group)})) == []
+    assert list(ranktable.device_problems(table, {f"ascend:{rank}": each.physical_id for rank, each in enumerate(group)})) == []
 
 
 def paths(value: Any, path: Path = ()) -> list[Path]:
@@ -194,7 +194,7 @@ def test_a_rule_of_super_pods(path: Path, value: object, problem: str) -> None:
 
 def test_a_table_of_another_group() -> None:
     table = ranktable.parse(ranktable.generate(TWO))
-    of = ranktable.of_devices
+    of = ranktable.device_problems
     assert list(of(table, {"ascend:0": 4, "ascend:1": None})) == []
     assert list(of(table, {"ascend:0": 5, "ascend:1": 5})) == ["rank 0: expected device_id 5, which ascend:0 is, got 4"]
     assert list(of(table, {"ascend:0": 4})) == ["expected 1 ranks, as devices has, got 2"]
@@ -202,13 +202,13 @@ def test_a_table_of_another_group() -> None:
 
 @pytest.mark.parametrize("path", ["/srv/table", "/srv/t.json/x", "/x.json.d/t.json", "/srv/t.json.json", "/t.JSON"])
 def test_a_path_that_hccl_does_not_take(path: str) -> None:
-    assert list(ranktable.of_path(path)) == [f"expected a path with .json once, at its end, got {path!r}"]
-    assert list(ranktable.of_path("/srv/t.json")) == []
+    assert list(ranktable.path_problems(path)) == [f"expected a path with .json once, at its end, got {path!r}"]
+    assert list(ranktable.path_problems("/srv/t.json")) == []
 
 
 def test_addresses_of_the_host() -> None:
     text = (
         "address_0=192.168.1.8\nnetmask_0=255.255.255.0\n address_11 = fe80::1 \naddress_1=none\n#address_2=1.1.1.1\n"
     )
-    assert ranktable.addresses(text) == {0: "192.168.1.8", 11: "fe80::1"}
-    assert ranktable.addresses("") == {}
+    assert ranktable.parse_addresses(text) == {0: "192.168.1.8", 11: "fe80::1"}
+    assert ranktable.parse_addresses("") == {}

@@ -9,7 +9,7 @@ from typing import Any
 from weightd.daemon.generations.actions import Action, Kill, Role, Send
 from weightd.daemon.generations.plan import RankTerms, Rows, Source, Terms
 from weightd.daemon.generations.records import GenerationRecord
-from weightd.daemon.generations.resume import record, resume_unit
+from weightd.daemon.generations.resume import record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import End
@@ -69,10 +69,10 @@ class Group:
         self.terms = Terms(
             1,
             LOAD_TIMEOUT_S,
-            sharing=False,
+            is_sharing=False,
             predict_timeout=PREDICT_TIMEOUT_S,
-            rows=rows or Rows(),
-            ranks=self.ranks,
+            row_test=rows or Rows(),
+            rank_group=self.ranks,
         )
         self.unit = Unit("m.7", self.terms, "ascend:0", Source("/m{rank}.mindir", number=3), number=7)
         self.unit.start()
@@ -99,52 +99,52 @@ class Group:
         return self.unit.take_actions()
 
     def pinned(self) -> list[Action]:
-        self.unit.pinned(SHA, self.now, digests=tuple(map(digest, range(self.ranks.size))))
+        self.unit.on_snapshot_taken(SHA, self.now, slice_digests=tuple(map(digest, range(self.ranks.size))))
         return self.wanted()
 
     def hello(self, *names: str, **fields: Any) -> list[Action]:
         for name in names:
-            self.unit.hello(name, hello_of(name, **fields), self.now)
+            self.unit.on_hello(name, hello_of(name, **fields), self.now)
         return self.wanted()
 
     def entered(self, *names: str, entered: Entered | None = None) -> list[Action]:
         for name in names:
-            self.unit.entered(name, entered or Entered((X,), (Y,)), self.now)
+            self.unit.on_joined(name, entered or Entered((X,), (Y,)), self.now)
         return self.wanted()
 
     def warmed(self, *names: str, warmed: Warmed = WARMED) -> list[Action]:
         for name in names:
-            self.unit.warmed(name, warmed, self.now)
+            self.unit.on_selftest_done(name, warmed, self.now)
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.unit.broken(name, Broken(cause, no_room=no_room), self.now)
+        self.unit.on_process_failed(name, Broken(cause, no_room=no_room), self.now)
         return self.wanted()
 
     def leaves(self, name: str, why: str = "") -> list[Action]:
-        self.unit.leaving(name, self.now, why)
+        self.unit.on_leaving(name, self.now, why)
         return self.wanted()
 
     def strays(self, name: str, what: str) -> list[Action]:
-        self.unit.astray(name, what, self.now)
+        self.unit.on_unexpected_message(name, what, self.now)
         return self.wanted()
 
     def hangs(self, name: str, why: str = "silence") -> list[Action]:
-        self.unit.hung(name, why, self.now)
+        self.unit.on_hung(name, why, self.now)
         return self.wanted()
 
     def exits(self, *names: str, end: End = EXITED) -> list[Action]:
         for name in names:
-            self.unit.exited(name, end, self.now)
+            self.unit.on_exit(name, end, self.now)
         return self.wanted()
 
     def back(self, *names: str, step: int = 0) -> list[Action]:
         for name in names:
-            self.unit.back(name, self.now, step)
+            self.unit.on_reconnected(name, self.now, step)
         return self.wanted()
 
     def drain(self, patience: float = 0.0) -> list[Action]:
-        self.unit.drain(self.now, patience=patience)
+        self.unit.drain(self.now, timeout_s=patience)
         return self.wanted()
 
     def after(self, seconds: float) -> list[Action]:
@@ -172,9 +172,9 @@ class Group:
 
     def resumed(self) -> Group:
         """The next daemon has read what this one wrote."""
-        written = record(self.unit, None)
+        written = record_generation(self.unit, None)
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        self.unit = resume_unit("m.7", self.terms, self.unit.source, written, self.now)
+        self.unit = resume_rank_group("m.7", self.terms, self.unit.source, written, self.now)
         return self

@@ -9,7 +9,7 @@ from weightd.daemon.generations.actions import Action, Kill, Role, Send
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Canary, Source, Terms
 from weightd.daemon.generations.records import GenerationRecord, SealRecord
-from weightd.daemon.generations.resume import record, resume
+from weightd.daemon.generations.resume import record_generation, resume_generation
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import (
@@ -97,50 +97,50 @@ class Life:
         return self.generation.take_actions()
 
     def pinned(self, known: Canary | None = None) -> list[Action]:
-        self.generation.pinned(SHA, self.now, known)
+        self.generation.on_snapshot_taken(SHA, self.now, known)
         return self.wanted()
 
     def hello(self, *names: str) -> list[Action]:
         for name in names:
-            self.generation.hello(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
+            self.generation.on_hello(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
         return self.wanted()
 
     def built(self, built: Built = BUILT, holder: str = HOLDER) -> list[Action]:
-        self.generation.holder_built(holder, built, self.now)
+        self.generation.on_holder_built(holder, built, self.now)
         return self.wanted()
 
     def attached(self, *names: str, attached: Attached = ATTACHED) -> list[Action]:
         for name in names:
-            self.generation.attached(name, attached, self.now)
+            self.generation.on_attached(name, attached, self.now)
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.generation.broken(name, Broken(cause, no_room=no_room), self.now)
+        self.generation.on_process_failed(name, Broken(cause, no_room=no_room), self.now)
         return self.wanted()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
-        self.generation.allowed(name, Allowed(error), self.now)
+        self.generation.on_allowed(name, Allowed(error), self.now)
         return self.wanted()
 
     def leaves(self, name: str) -> list[Action]:
-        self.generation.leaving(name, self.now)
+        self.generation.on_leaving(name, self.now)
         return self.wanted()
 
     def hangs(self, name: str, *, useful: bool = False) -> list[Action]:
-        self.generation.hung(name, "silence", self.now, useful=useful)
+        self.generation.on_hung(name, "silence", self.now, has_answered=useful)
         return self.wanted()
 
     def exits(self, *names: str, end: End = EXITED) -> list[Action]:
         for name in names:
-            self.generation.exited(name, end, self.now)
+            self.generation.on_exit(name, end, self.now)
         return self.wanted()
 
     def drain(self, patience: float = 0.0) -> list[Action]:
-        self.generation.drain(self.now, patience=patience)
+        self.generation.drain(self.now, timeout_s=patience)
         return self.wanted()
 
     def fails(self, cause: str) -> list[Action]:
-        self.generation.failed(cause, self.now)
+        self.generation.fail(cause, self.now)
         return self.wanted()
 
     def after(self, seconds: float) -> list[Action]:
@@ -149,11 +149,11 @@ class Life:
         return self.wanted()
 
     def when_due(self) -> list[Action]:
-        return self.after(max(0.0, self.generation.next_tick - self.now))
+        return self.after(max(0.0, self.generation.next_tick_at - self.now))
 
     def back(self, *names: str) -> list[Action]:
         for name in names:
-            self.generation.back(name, self.now)
+            self.generation.on_reconnected(name, self.now)
         return self.wanted()
 
     # --- to where a test begins ---
@@ -183,9 +183,9 @@ class Life:
 
     def resumed(self) -> Life:
         """The next daemon has read what this one wrote."""
-        written = record(self.generation, SEAL)
+        written = record_generation(self.generation, SEAL)
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        self.generation = resume("m.7", self.terms, self.generation.source, written, self.now)
+        self.generation = resume_generation("m.7", self.terms, self.generation.source, written, self.now)
         return self

@@ -67,7 +67,7 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
     all_spawned = [Spawn(HOLDER, Role.HOLDER), spawn(W1), spawn(W2)]
     all_told = [Dismiss(W1), stop(W1), Dismiss(W2), stop(W2)]
     steps: list[tuple[Callable[[], list[Action]], list[Action], GenerationState, str, float]] = [
-        (life.wanted, [Pin()], states.PINNING, "pinning", FOREVER),
+        (life.wanted, [Pin()], states.SNAPSHOTTING, "pinning", FOREVER),
         (life.pinned, all_spawned, states.SPAWNING, "spawned, 0/3 processes up", LOAD_TIMEOUT_S),
         (lambda: life.hello(W1), [], states.GATHERING, "spawned, 1/3 processes up", LOAD_TIMEOUT_S),
         # On the CPU the holder need not know who comes.
@@ -84,13 +84,13 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
         (lambda: life.exits(HOLDER), [], states.GONE, "gone", FOREVER),
     ]
     for event, wanted, state, progress, wait in steps:
-        assert not generation.ended
+        assert not generation.is_ended
         assert (event(), life.state) == (wanted, state)
-        assert (generation.progress, generation.next_tick - life.now) == (progress, wait)
+        assert (generation.progress, generation.next_tick_at - life.now) == (progress, wait)
         if state is states.SERVING:
             shared = [each.shared_bytes for each in generation.children.values()]
             assert (generation.built, shared[:2]) == (BUILT, [4096, 4000])
-    assert (generation.ended, generation.cause) == (True, "")
+    assert (generation.is_ended, generation.cause) == (True, "")
     lines = [record.getMessage() for record in caplog.records]
     assert [lines.count(f"m.7: {progress}") for *_, progress, _ in steps] == [1] * len(steps)
 
@@ -138,13 +138,13 @@ def test_of_rows_that_need_not_be_exact_it_is_a_loss_only_if_there_are_none(
 ) -> None:
     caplog.set_level(logging.INFO)
     rows = Rows(("x",), tuple(outputs), equal=False, note="why not")
-    Teller("m.1", 1).rows(replace(BUILT, rows=rows), exact=exact)
+    Teller("m.1", 1).log_row_test(replace(BUILT, rows=rows), is_exact=exact)
     assert [each.levelname for each in caplog.records] == [level]
 
 
 def test_a_snapshot_starts_processes_once_and_of_nothing_that_has_ended() -> None:
     life, ended = Life().spawned(), Life()
-    life.generation.pinned("6" * 64, life.now)
+    life.generation.on_snapshot_taken("6" * 64, life.now)
     assert (life.generation.sha256, life.wanted()) == (SHA, [])
     ended.drain()
     assert (ended.pinned(), ended.state) == ([], GenerationState.GONE)
@@ -154,11 +154,11 @@ def test_a_snapshot_starts_processes_once_and_of_nothing_that_has_ended() -> Non
 
 
 FAILURES: list[tuple[Event, list[Action], str, Outlook]] = [
-    (lambda life: life.broken(HOLDER, "no model"), [stop(HOLDER)], "no model", Outlook.SAME),
-    (lambda life: life.broken(HOLDER, "no room", no_room=True), [stop(HOLDER)], "no room", Outlook.ROOM),
-    (lambda life: life.exits(HOLDER, end=CRASH), [], "killed by SIGSEGV", Outlook.BETTER),
-    (lambda life: life.exits(HOLDER, end=End(1)), [], "exited with status 1", Outlook.SAME),
-    (lambda life: life.after(LOAD_TIMEOUT_S), [abort(HOLDER)], "building took too long", Outlook.SAME),
+    (lambda life: life.broken(HOLDER, "no model"), [stop(HOLDER)], "no model", Outlook.SAME_FAILURE),
+    (lambda life: life.broken(HOLDER, "no room", no_room=True), [stop(HOLDER)], "no room", Outlook.WAIT_FOR_MEMORY),
+    (lambda life: life.exits(HOLDER, end=CRASH), [], "killed by SIGSEGV", Outlook.MAY_SUCCEED),
+    (lambda life: life.exits(HOLDER, end=End(1)), [], "exited with status 1", Outlook.SAME_FAILURE),
+    (lambda life: life.after(LOAD_TIMEOUT_S), [abort(HOLDER)], "building took too long", Outlook.SAME_FAILURE),
 ]
 
 
@@ -171,10 +171,10 @@ def test_a_holder_that_does_not_build_ends_it_with_its_cause(
     life.now -= LOAD_TIMEOUT_S - 0.1
     assert event(life) == [*wanted, stop(W1), stop(W2)]
     for name in list(life.generation.children):
-        assert not life.generation.ended
+        assert not life.generation.is_ended
         assert life.exits(name) == []
     assert (life.state, life.cause) == (GenerationState.FAILED, f"{HOLDER}: {cause}")
-    assert (life.generation.ended, life.generation.outlook) == (True, outlook)
+    assert (life.generation.is_ended, life.generation.retry_hint) == (True, outlook)
 
 
 def test_on_the_cpu_nothing_is_lost_with_a_holder_that_has_built() -> None:
@@ -192,7 +192,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
     assert life.cause == f"{HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
     leaving.drain()
     assert leaving.exits(HOLDER) == [Kill(W1), Kill(W2)]
-    assert [each.generation.access.is_valid for each in (life, leaving)] == [False, False]
+    assert [each.generation.attach_control.is_valid for each in (life, leaving)] == [False, False]
     assert leaving.after(1000.0) == []
 
 
@@ -228,7 +228,7 @@ def test_where_pids_are_fixed_the_build_waits_for_every_worker_and_for_who_repla
 def test_a_child_that_is_not_what_was_started_is_refused(sha256: str, versions: str, cause: str) -> None:
     life, message = Life(1).spawned(), Hello("1", sha256, {"weightd": versions} if versions else {}, CPU)
     for name, state in ((W1, GenerationState.SPAWNING), (HOLDER, GenerationState.FAILED)):
-        life.generation.hello(name, message, life.now)
+        life.generation.on_hello(name, message, life.now)
         assert life.wanted() == [Kill(name)]
         assert (life.state, life.cause) == (state, f"{name}: {cause}")
 
@@ -237,7 +237,7 @@ def test_a_child_that_is_not_what_was_started_is_refused(sha256: str, versions: 
 def test_a_child_that_never_says_hello_is_killed(load_timeout: float, patience: float) -> None:
     """Before it, a process reads the whole model: of 70 GB that takes more than a minute."""
     life = Life(1, CARD)
-    life.generation.terms = replace(life.terms, load_timeout=load_timeout)
+    life.generation.spec = replace(life.terms, load_timeout=load_timeout)
     life.spawned().hello(HOLDER)
     assert life.after(patience - 0.1) == []
     assert life.after(0.1) == [abort(W1)]
@@ -307,7 +307,7 @@ def test_what_the_log_of_one_that_hung_ends_with_is_told_once_it_is_dead(caplog:
 
 def test_a_worker_that_finds_no_room_is_tried_again_for_a_while() -> None:
     life, number = Life(1).attaching(), 1
-    end = life.now + life.terms.room_timeout
+    end = life.now + life.terms.memory_timeout_s
     while life.broken(worker(number), "ret:207001", no_room=True) and life.state in ACTIVE:
         number += 1
         life.replaced(worker(number - 1), worker(number))
@@ -325,7 +325,7 @@ def test_it_gives_up_when_no_worker_can_start() -> None:
         life.when_due()
     assert (life.state, life.cause) == (GenerationState.FAILED, f"{W3}: no engine 3")
     assert life.exits(HOLDER) == []
-    assert life.generation.ended
+    assert life.generation.is_ended
 
 
 def one_serves_and_the_other_never_starts() -> Life:
@@ -340,10 +340,10 @@ def one_serves_and_the_other_never_starts() -> Life:
 
 def test_those_that_serve_go_on_while_it_tries_the_others_again(caplog: pytest.LogCaptureFixture) -> None:
     life, waits = one_serves_and_the_other_never_starts(), list[float]()
-    assert life.generation.complete
+    assert life.generation.is_complete
     assert (life.generation.progress, life.cause) == ("serving 1/2, backing off", f"{W4}: exited with status 3")
     for number in range(5, 25):
-        waits.append(life.generation.next_tick - life.now)
+        waits.append(life.generation.next_tick_at - life.now)
         assert life.when_due() == [spawn(worker(number))]
         assert life.generation.progress == "attaching 1/2"
         life.exits(worker(number))
@@ -361,7 +361,7 @@ def test_it_does_not_settle_while_one_attaches_though_the_others_cannot_start() 
     seen = life.attached(W1)
     for name in (W3, W4, W5):
         seen += life.exits(name) + life.when_due()
-    assert life.generation.complete
+    assert life.generation.is_complete
     assert SETTLE not in seen
     assert life.generation.children[W2].state is ChildState.ATTACHING
 
@@ -396,7 +396,7 @@ def test_one_that_is_still_on_its_way_is_waited_for_and_gives_the_others_new_cha
         life.broken(name, "no memory")
         life.exits(name)
     assert life.state is GenerationState.ATTACHING
-    assert life.generation.next_tick == life.now + LOAD_TIMEOUT_S
+    assert life.generation.next_tick_at == life.now + LOAD_TIMEOUT_S
     assert life.attached(W1) == [Enlist(W1)]
     assert life.when_due() == [spawn(worker(number)) for number in (5, 6, 7)]
 
@@ -407,9 +407,9 @@ def test_one_that_is_still_on_its_way_is_waited_for_and_gives_the_others_new_cha
 def test_a_spare_is_attached_and_takes_a_place_at_once_before_a_replacement_is_started() -> None:
     life = Life(2, spares=1).attaching()
     assert life.attached(W1) + life.attached(W2) == [Enlist(W1), attach(W2), Enlist(W2), attach(W3)]
-    assert not life.generation.complete
+    assert not life.generation.is_complete
     assert life.attached(W3) == [SETTLE]
-    assert (list(life.generation.enlisted), life.generation.complete) == ([W1, W2], True)
+    assert (list(life.generation.serving_processes), life.generation.is_complete) == ([W1, W2], True)
     assert life.exits(W1) == [Enlist(W3), spawn(W4)]
     # The replacement is the next spare.
     assert life.hello(W4) + life.attached(W4) == [attach(W4), SETTLE]
@@ -429,7 +429,7 @@ def test_each_device_has_workers_and_spares_of_its_own_and_who_is_lost_is_follow
     life = Life(1, spares=1, devices=SETS).serving()
     where = {name: child.device for name, child in life.generation.children.items()}
     assert where == {HOLDER: "ascend:0", W1: "cpu:0", W2: "cpu:1", W3: "cpu:0", W4: "cpu:1"}
-    assert list(life.generation.enlisted) == [W1, W2]
+    assert list(life.generation.serving_processes) == [W1, W2]
     assert life.exits(W2) == [Enlist(W4), spawn(W5)]
     assert life.generation.children[W5].device == "cpu:1"
 
@@ -440,9 +440,9 @@ def test_where_nobody_can_attach_any_more_one_device_without_workers_is_reason_e
     life.hello(W1, W2, W3, W4)
     life.attached(W1, W2, W3, W4)
     life.exits(HOLDER, W4)
-    assert not life.generation.needs_renewal
+    assert not life.generation.should_be_replaced
     life.exits(W2)
-    assert (list(life.generation.enlisted), life.generation.needs_renewal) == ([W1], True)
+    assert (list(life.generation.serving_processes), life.generation.should_be_replaced) == ([W1], True)
 
 
 # --- workers that are forked of the holder --------------------------------------------------------------------------
@@ -476,7 +476,7 @@ def test_one_that_only_has_to_answer_has_no_longer_than_for_an_answer() -> None:
     life = with_heirs()
     life.exits(W1)
     life.hello(W3)
-    assert life.generation.next_tick == life.now + PREDICT_TIMEOUT_S
+    assert life.generation.next_tick_at == life.now + PREDICT_TIMEOUT_S
 
 
 def test_workers_of_a_holder_that_is_no_template_start_when_it_has_built_too() -> None:
@@ -489,10 +489,10 @@ def test_workers_of_a_holder_that_is_no_template_start_when_it_has_built_too() -
 def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_another() -> None:
     life = with_heirs()
     assert life.exits(HOLDER) == []
-    assert (life.state, life.generation.needs_renewal) == (GenerationState.SERVING, False)
+    assert (life.state, life.generation.should_be_replaced) == (GenerationState.SERVING, False)
     assert life.generation.progress == "serving"
     assert life.exits(W1) == []
-    assert life.generation.needs_renewal
+    assert life.generation.should_be_replaced
     assert life.generation.progress == "serving 1/2, nobody can attach any more"
 
 
@@ -522,7 +522,7 @@ def test_the_holder_is_asked_for_one_replacement_at_a_time() -> None:
     assert life.attached(W4) == [Enlist(W4), allow(W5)]
     assert life.allowed() == [attach(W5)]
     assert life.attached(W5) == [Enlist(W5), SETTLE]
-    assert not life.generation.needs_renewal
+    assert not life.generation.should_be_replaced
 
 
 def test_one_that_crashes_while_it_attaches_is_replaced_and_who_replaces_it_is_let_in() -> None:
@@ -546,13 +546,13 @@ REFUSALS: dict[str, Event] = {
 @pytest.mark.parametrize("why", REFUSALS)
 def test_where_the_holder_lets_nobody_in_it_is_closed(why: str) -> None:
     life = lost_two()
-    assert life.generation.next_tick == life.now + ALLOW_TIMEOUT_S
+    assert life.generation.next_tick_at == life.now + ALLOW_TIMEOUT_S
     assert REFUSALS[why](life) == [stop(W4), stop(W5)]
-    assert (life.generation.access.why, life.generation.needs_renewal) == (why, True)
+    assert (life.generation.attach_control.closed_reason, life.generation.should_be_replaced) == (why, True)
     assert life.generation.progress == "serving 1/3, nobody can attach any more"
     # What it says after that opens nothing.
     assert life.allowed() + life.exits(W4, W5) == []
-    assert (life.state, life.generation.next_tick) == (GenerationState.SERVING, FOREVER)
+    assert (life.state, life.generation.next_tick_at) == (GenerationState.SERVING, FOREVER)
     # The last one: nothing can be done but by another generation.
     life.exits(W3)
     assert life.state is GenerationState.FAILED
@@ -564,9 +564,9 @@ def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
     assert life.replaced(W1, by=W4) == [allow(W4)]
     life.allowed("no")
     life.exits(W4)
-    assert not life.generation.needs_renewal
+    assert not life.generation.should_be_replaced
     assert life.exits(W2) == [Enlist(W3)]
-    assert not life.generation.needs_renewal
+    assert not life.generation.should_be_replaced
     life.exits(W3)
     assert life.state is GenerationState.FAILED
 
@@ -582,7 +582,7 @@ def test_an_answer_is_for_whom_it_was_asked_even_if_that_one_is_dead() -> None:
 def test_an_answer_without_a_question_changes_nothing() -> None:
     life = Life(1, CARD).serving()
     assert life.allowed("whatever") + life.allowed("whatever", "nobody") == []
-    assert life.generation.access.why == ""
+    assert life.generation.attach_control.closed_reason == ""
 
 
 @pytest.mark.parametrize("outlives", [False, True])
@@ -591,11 +591,11 @@ def test_a_holder_may_die_of_the_question(outlives: bool) -> None:
     assert life.replaced(W1, by=W3) == [allow(W3)]
     if outlives:
         assert life.exits(HOLDER) == [stop(W3)]
-        assert (life.state, life.generation.access.is_frozen) == (GenerationState.SERVING, True)
+        assert (life.state, life.generation.attach_control.is_frozen) == (GenerationState.SERVING, True)
         assert life.after(ALLOW_TIMEOUT_S) == [abort(W3)]
     else:
         assert life.exits(HOLDER) == [Dismiss(W2), Kill(W2), Kill(W3)]
-        assert life.generation.next_tick == FOREVER
+        assert life.generation.next_tick_at == FOREVER
 
 
 # --- a holder that is lost, or has nothing to share -----------------------------------------------------------------
@@ -607,8 +607,8 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
     assert life.exits(HOLDER) == [stop(W3)]
     # Who is attaching may be in time.
     assert life.attached(W2) == [Enlist(W2)]
-    assert (life.generation.access.is_frozen, life.generation.needs_renewal) == (True, True)
-    assert (life.generation.complete, life.generation.progress) == (True, "serving 2/3, frozen: the holder is lost")
+    assert (life.generation.attach_control.is_frozen, life.generation.should_be_replaced) == (True, True)
+    assert (life.generation.is_complete, life.generation.progress) == (True, "serving 2/3, frozen: the holder is lost")
     # Nobody is started in the place of who is lost.
     assert (life.exits(W1), life.state) == ([], GenerationState.SERVING)
     life.exits(W2)
@@ -622,14 +622,14 @@ def test_a_frozen_one_lets_its_spares_in() -> None:
 
 def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
     life = Life(1, CARD).building()
-    access = life.generation.access
-    assert access.trusts(lambda _: False)
+    access = life.generation.attach_control
+    assert access.can_trust_answers(lambda _: False)
     life.built()
-    assert access.trusts(lambda name: name == HOLDER)
+    assert access.can_trust_answers(lambda name: name == HOLDER)
     # Its death is known to the kernel before it is told.
-    assert not access.trusts(lambda _: False)
+    assert not access.can_trust_answers(lambda _: False)
     life.exits(HOLDER)
-    assert not access.trusts(lambda _: True)
+    assert not access.can_trust_answers(lambda _: True)
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_answers_are_trusted_as_long_as_the_holder_lives() -> None:
     ids=["cpu", "frozen", "private"],
 )
 def test_elsewhere_answers_are_trusted_without_it(life: Life) -> None:
-    assert life.serving().generation.access.trusts(lambda _: False)
+    assert life.serving().generation.attach_control.can_trust_answers(lambda _: False)
 
 
 @pytest.mark.parametrize(
@@ -653,8 +653,8 @@ def test_where_nothing_is_shared_the_holder_leaves_before_workers_load_their_own
     assert life.exits(HOLDER, end=End(0)) == [attach(W1, "")]
     assert life.attached(W1) == [Enlist(W1), attach(W2, "")]
     assert life.attached(W2) == [Enlist(W2)]  # and nothing to settle
-    assert (life.generation.complete, life.generation.needs_renewal, life.generation.deaths) == (True, False, 0)
-    assert life.generation.access.trusts(lambda _: False)
+    assert (life.generation.is_complete, life.generation.should_be_replaced, life.generation.deaths) == (True, False, 0)
+    assert life.generation.attach_control.can_trust_answers(lambda _: False)
     # Nobody need be asked for a replacement, which is held to the canary that the holder had found.
     assert life.replaced(W1, by=W3) == [attach(W3, "")]
     life.attached(W3, attached=replace(ATTACHED, canary="other"))
@@ -690,7 +690,7 @@ def test_what_a_process_takes_is_what_the_card_lost_with_it(
         life.exits(HOLDER)
     for name, device in zip((W1, W2, W3), devices[1:], strict=True):
         life.attached(name, attached=replace(ATTACHED, device=device))
-        seen.append(life.generation.footprint.process_bytes)
+        seen.append(life.generation.device_usage.process_bytes)
     assert seen == taken
 
 
@@ -712,7 +712,7 @@ def test_who_does_not_leave_in_time_is_killed_once() -> None:
 
 
 REACH: dict[GenerationState, Callable[[Life], object]] = {
-    GenerationState.PINNING: Life.wanted,
+    GenerationState.SNAPSHOTTING: Life.wanted,
     GenerationState.SPAWNING: Life.spawned,
     GenerationState.GATHERING: lambda life: life.spawned().hello(W1),
     GenerationState.BUILDING: Life.building,
@@ -730,11 +730,11 @@ def test_it_can_be_ended_in_every_state(state: GenerationState, cause: str) -> N
     seen = life.fails(cause) if cause else life.drain()
     for name in (W1, W2, HOLDER):
         if name in life.generation.children:
-            assert life.generation.children[name].state.told == "stopping"
+            assert life.generation.children[name].state.display_name == "stopping"
             seen += life.exits(name)
     assert not any(isinstance(each, Spawn) for each in seen)
     assert (life.state, life.cause) == (GenerationState.FAILED if cause else GenerationState.GONE, cause)
-    assert life.generation.ended
+    assert life.generation.is_ended
     assert life.after(1e6) == []
 
 
@@ -778,8 +778,8 @@ def test_a_store_that_is_lost_concerns_only_who_serves_from_it() -> None:
     leaving.drain()
     for life in (loading, leaving):
         before = life.state
-        life.generation.store_lost("truncated", life.now)
-        assert (life.state, life.wanted(), life.generation.access.is_valid) == (before, [], True)
+        life.generation.on_store_lost("truncated", life.now)
+        assert (life.state, life.wanted(), life.generation.attach_control.is_valid) == (before, [], True)
 
 
 def test_who_leaves_has_as_much_more_time_as_it_was_given_the_first_time() -> None:

@@ -13,8 +13,8 @@ from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pi
 from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.plan import Terms
-from weightd.daemon.generations.states import ACTIVE, COUNTED, LOADING, ChildState, GenerationState
-from weightd.daemon.generations.tries import MAX_DEATHS
+from weightd.daemon.generations.states import ACTIVE, USABLE, LOADING, ChildState, GenerationState
+from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import (
     Allow,
@@ -96,9 +96,9 @@ class World(RuleBasedStateMachine):
         self.forks = may_fork and not traits.pids_fixed_at_build
         self.built = replace(BUILT, handle="" if template else handle, canary=canary, is_template=template)
         self.devices = devices or ("cpu",)
-        terms = Terms(workers, 500.0, spares, outlives_holder=frozen, forks_built=self.forks, devices=devices)
+        terms = Terms(workers, 500.0, spares, can_outlive_holder=frozen, can_fork_from_holder=self.forks, devices=devices)
         self.generation = Generation("m.1", terms)
-        self.generation.at_once = lambda: self.at_once
+        self.generation.attach_limit = lambda: self.at_once
         self.generation.start()
         assert self.generation.take_actions() == [Pin()]
 
@@ -150,7 +150,7 @@ class World(RuleBasedStateMachine):
                 workers = {pid(each.name) for each in self.counted(Role.WORKER)}
                 assert set(pids) == workers if self.traits.pids_fixed_at_build else set(pids) <= workers
             case Attach(handle, _):
-                assert not self.generation.access.is_frozen
+                assert not self.generation.attach_control.is_frozen
                 assert process.role is Role.WORKER
                 assert handle == self.built.handle
                 is_shared = handle or self.built.is_template
@@ -166,7 +166,7 @@ class World(RuleBasedStateMachine):
         return bool(self.built.handle) or self.built.is_template
 
     def counted(self, role: Role) -> list[Child]:
-        return [each for each in self.generation.children.values() if each.role is role and each.state in COUNTED]
+        return [each for each in self.generation.children.values() if each.role is role and each.state in USABLE]
 
     def count(self, state: ChildState) -> int:
         return sum(each.state is state for each in self.generation.children.values())
@@ -174,26 +174,26 @@ class World(RuleBasedStateMachine):
     def say(self, name: str, message: Message) -> None:
         match message:
             case Hello():
-                self.generation.hello(name, message, self.now)
+                self.generation.on_hello(name, message, self.now)
                 child = self.generation.children.get(name)
                 if child is not None and child.hello is not None:
                     self.processes[name].hello_taken = True
             case Probing():
-                self.generation.probing(name, message)
+                self.generation.on_trying_selftest(name, message)
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
                     self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.canary
                     self.processes[name].said_broken |= message.is_template and not self.forks
-                self.generation.holder_built(name, message, self.now)
+                self.generation.on_holder_built(name, message, self.now)
             case Attached():
-                self.generation.attached(name, message, self.now)
+                self.generation.on_attached(name, message, self.now)
             case Broken():
                 if name in self.processes:
                     self.processes[name].said_broken = True
-                self.generation.broken(name, message, self.now)
+                self.generation.on_process_failed(name, message, self.now)
             case None:
-                self.generation.leaving(name, self.now)
+                self.generation.on_leaving(name, self.now)
         self.perform()
 
     def hello(self, name: str) -> Hello:
@@ -202,7 +202,7 @@ class World(RuleBasedStateMachine):
     def exit(self, name: str) -> None:
         del self.processes[name]
         self.enlisted.discard(name)
-        self.generation.exited(name, End(3), self.now)
+        self.generation.on_exit(name, End(3), self.now)
         self.perform()
 
     def obey(self, name: str) -> None:
@@ -226,7 +226,7 @@ class World(RuleBasedStateMachine):
                     pass
 
     def let_in(self, name: str, error: str) -> None:
-        self.generation.allowed(name, Allowed(error), self.now)
+        self.generation.on_allowed(name, Allowed(error), self.now)
         self.perform()
 
     def pick(self, data: st.DataObject) -> str:
@@ -236,17 +236,17 @@ class World(RuleBasedStateMachine):
         self.now = then
         self.generation.tick(then)
         self.perform()
-        assert self.generation.next_tick > then, "it would wake up for nothing, again and again"
+        assert self.generation.next_tick_at > then, "it would wake up for nothing, again and again"
 
     # --- what happens ---
 
-    @precondition(lambda self: self.generation.state is GenerationState.PINNING)
+    @precondition(lambda self: self.generation.state is GenerationState.SNAPSHOTTING)
     @rule(good=st.sampled_from([True, True, True, False]))
     def snapshot_ends(self, good: bool) -> None:
         if good:
-            self.generation.pinned(SHA, self.now)
+            self.generation.on_snapshot_taken(SHA, self.now)
         else:
-            self.generation.failed("no such file", self.now)
+            self.generation.fail("no such file", self.now)
         self.perform()
 
     @precondition(lambda self: self.processes)
@@ -291,13 +291,13 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.processes)
     @rule(data=st.data(), useful=st.booleans())
     def one_hangs(self, data: st.DataObject, useful: bool) -> None:
-        self.generation.hung(self.pick(data), "silence", self.now, useful=useful)
+        self.generation.on_hung(self.pick(data), "silence", self.now, has_answered=useful)
         self.perform()
 
     @rule(really=st.sampled_from([True, *[False] * 5]))
     def the_store_is_lost(self, really: bool) -> None:
         if really:
-            self.generation.store_lost("truncated", self.now)
+            self.generation.on_store_lost("truncated", self.now)
             self.perform()
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 11.0, 61.0, 600.0]))
@@ -307,7 +307,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.generation.next_tick < FOREVER)
     @rule()
     def time_comes(self) -> None:
-        self.pass_time_to(max(self.now, self.generation.next_tick))
+        self.pass_time_to(max(self.now, self.generation.next_tick_at))
 
     @rule(at_once=st.integers(1, 4))
     def there_is_other_room(self, at_once: int) -> None:
@@ -341,15 +341,15 @@ class World(RuleBasedStateMachine):
         if built is None or self.generation.state not in ACTIVE:
             return
         waits = self.count(ChildState.ADMITTED) and not self.count(ChildState.AWAITED)
-        if waits and (built.handle or not self.generation.roster.has_holder):
+        if waits and (built.handle or not self.generation.processes.has_holder):
             assert self.count(ChildState.ATTACHING) >= self.at_once
 
     @invariant()
     def workers_are_never_too_many(self) -> None:
-        assert max(self.generation.roster.places().values(), default=0) <= self.workers + self.spares
+        assert max(self.generation.processes.workers_by_device().values(), default=0) <= self.workers + self.spares
         assert len(self.counted(Role.HOLDER)) <= 1
         assert sum(process.role is Role.HOLDER for process in self.processes.values()) <= 1
-        assert sum(".holder" in name for name in self.names) <= 1 + MAX_DEATHS
+        assert sum(".holder" in name for name in self.names) <= 1 + MAX_HOLDER_DEATHS
 
     @invariant()
     def as_many_are_enlisted_as_are_wanted_and_ready(self) -> None:
@@ -369,7 +369,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def nobody_answers_from_weights_that_are_gone(self) -> None:
         holders = {name for name, process in self.processes.items() if process.role is Role.HOLDER}
-        if not self.generation.access.trusts(holders.__contains__):
+        if not self.generation.attach_control.can_trust_answers(holders.__contains__):
             assert self.generation.state not in ACTIVE
             assert all(process.killed for process in self.processes.values() if process.role is Role.WORKER)
 
@@ -379,8 +379,8 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def it_never_waits_for_what_cannot_come(self) -> None:
-        state, waits = self.generation.state, self.generation.next_tick < FOREVER
-        if state in LOADING - {GenerationState.PINNING}:
+        state, waits = self.generation.state, self.generation.next_tick_at < FOREVER
+        if state in LOADING - {GenerationState.SNAPSHOTTING}:
             assert waits or any(process.killed for process in self.processes.values())
         if state is GenerationState.SERVING:
             assert waits or self.enlisted
@@ -394,9 +394,9 @@ class World(RuleBasedStateMachine):
         for _ in range(4 * len(self.processes) + 4):
             for name in [name for name, process in self.processes.items() if process.killed]:
                 self.exit(name)
-            if self.generation.next_tick < FOREVER:
-                self.pass_time_to(max(self.now, self.generation.next_tick))
-        assert self.generation.ended
+            if self.generation.next_tick_at < FOREVER:
+                self.pass_time_to(max(self.now, self.generation.next_tick_at))
+        assert self.generation.is_ended
         assert not self.processes
 
 

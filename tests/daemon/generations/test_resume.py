@@ -10,7 +10,7 @@ import pytest
 
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Spawn
 from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
-from weightd.daemon.generations.resume import BACK_TIMEOUT_S, record
+from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import Traits
@@ -40,7 +40,7 @@ from .life import (
     worker,
 )
 
-PATIENCE_S = BACK_TIMEOUT_S + PREDICT_TIMEOUT_S
+PATIENCE_S = RECONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
 KILLED, UNSEEN = End(-signal.SIGKILL), End(None, "it ended while no daemon was there")
 
 
@@ -50,7 +50,7 @@ def spawn(name: str) -> Action:
 
 def recorded(life: Life) -> list[str]:
     """Who is written down."""
-    written = record(life.generation, SEAL)
+    written = record_generation(life.generation, SEAL)
     return [each.name for each in written.children] if written is not None else []
 
 
@@ -64,7 +64,7 @@ UNFIT: dict[str, Callable[[Life], object]] = {
     "attaching": Life.attaching,
     "draining": lambda life: life.serving().drain(),
     "failed": lambda life: life.serving().fails("why"),
-    "invalid": lambda life: life.serving().generation.store_lost("truncated", life.now),
+    "invalid": lambda life: life.serving().generation.on_store_lost("truncated", life.now),
 }
 
 
@@ -72,12 +72,12 @@ UNFIT: dict[str, Callable[[Life], object]] = {
 def test_only_what_serves_can_be_gone_on_with(how: str) -> None:
     life = Life()
     UNFIT[how](life)
-    assert record(life.generation, SEAL) is None
+    assert record_generation(life.generation, SEAL) is None
 
 
 def test_what_serves_is_written_down() -> None:
     life = Life().serving()
-    written = record(life.generation, SEAL)
+    written = record_generation(life.generation, SEAL)
     assert written is not None
     assert (written.number, written.source, written.device, written.sharing) == (7, 3, "ascend:0", True)
     assert (written.sha256, written.built, written.seal, written.serial) == (SHA, BUILT, SEAL, 2)
@@ -113,11 +113,11 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
     life.built(replace(BUILT, handle=""))
     life.exits(HOLDER, end=End(0))
     life.attached(W1)
-    written = record(life.generation, SEAL)
+    written = record_generation(life.generation, SEAL)
     assert written is not None
     assert (written.sharing, [each.name for each in written.children]) == (sharing, [W1])
     assert life.resumed().back(W1) == [Enlist(W1)]
-    assert (life.generation.complete, life.generation.access.trusts(lambda _: False)) == (True, True)
+    assert (life.generation.is_complete, life.generation.attach_control.can_trust_answers(lambda _: False)) == (True, True)
     assert life.replaced(W1, by=W2) == [attach(W2, "")]
 
 
@@ -127,13 +127,13 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
 def test_workers_serve_once_they_are_back() -> None:
     life = Life().serving().resumed()
     generation = life.generation
-    assert (generation.state, life.wanted(), generation.ready) == (GenerationState.RESUMING, [], [])
+    assert (generation.state, life.wanted(), generation.ready_workers) == (GenerationState.RESUMING, [], [])
     assert (generation.built, generation.sha256, generation.number) == (BUILT, SHA, 7)
-    assert (generation.next_tick, generation.progress) == (life.now + PATIENCE_S, "attaching 0/2")
-    assert (life.back(W1), generation.state, generation.ready) == ([Enlist(W1)], GenerationState.SERVING, [W1])
-    assert not generation.complete
+    assert (generation.next_tick_at, generation.progress) == (life.now + PATIENCE_S, "attaching 0/2")
+    assert (life.back(W1), generation.state, generation.ready_workers) == ([Enlist(W1)], GenerationState.SERVING, [W1])
+    assert not generation.is_complete
     assert life.back(W2) == [Enlist(W2), SETTLE]
-    assert (generation.complete, generation.full, generation.next_tick, generation.deaths) == (True, True, FOREVER, 0)
+    assert (generation.is_complete, generation.has_all_workers, generation.next_tick_at, generation.deaths) == (True, True, FOREVER, 0)
     assert [each.shared_bytes for each in generation.children.values()] == [4096, 4000, 4000]
     assert life.after(1e6) == []
 
@@ -153,7 +153,7 @@ def test_only_who_was_ready_before_is_back_and_only_once() -> None:
     assert life.back(W3) == []
     assert attach(W3) in life.hello(W3)
     assert life.back(W3) == []
-    assert life.generation.ready == [W1]
+    assert life.generation.ready_workers == [W1]
     assert Life().attaching().back(W1) == []
 
 
@@ -207,14 +207,14 @@ def test_those_that_come_instead_may_not_fail_for_ever() -> None:
 
 def test_it_can_be_handed_on_before_all_are_back() -> None:
     life = Life().serving().resumed()
-    before = record(life.generation, SEAL)
+    before = record_generation(life.generation, SEAL)
     assert recorded(life) == [HOLDER, W1, W2]
     life.back(W1)
-    assert record(life.generation, SEAL) == before
+    assert record_generation(life.generation, SEAL) == before
     life.resumed()
-    assert record(life.generation, SEAL) == before
+    assert record_generation(life.generation, SEAL) == before
     life.back(W2, W1)
-    assert life.generation.complete
+    assert life.generation.is_complete
 
 
 def test_it_drains_and_stops_all_of_them() -> None:
@@ -236,15 +236,15 @@ def test_names_are_not_used_again() -> None:
 
 def test_without_its_holder_nothing_counts_after_either() -> None:
     life, lost_meanwhile = Life(2, CARD).serving(), Life(2, CARD).serving().resumed()
-    assert not life.generation.access.trusts(lambda _: False)
+    assert not life.generation.attach_control.can_trust_answers(lambda _: False)
     life.resumed().back(W1, W2)
-    assert life.generation.access.trusts(lambda name: name == HOLDER)
-    assert not life.generation.access.trusts(lambda name: name != HOLDER)
+    assert life.generation.attach_control.can_trust_answers(lambda name: name == HOLDER)
+    assert not life.generation.attach_control.can_trust_answers(lambda name: name != HOLDER)
     assert [each for each in life.exits(HOLDER) if isinstance(each, Kill)] == [Kill(W1), Kill(W2)]
     lost_meanwhile.exits(HOLDER, end=UNSEEN)
     assert lost_meanwhile.back(W1, W2) == []
     for each in (life, lost_meanwhile):
-        assert (each.state, each.generation.access.is_valid) == (GenerationState.FAILED, False)
+        assert (each.state, each.generation.attach_control.is_valid) == (GenerationState.FAILED, False)
 
 
 @pytest.mark.parametrize("terms", [{"outlives_holder": True}, {"sharing": False}], ids=str)
@@ -253,7 +253,7 @@ def test_a_holder_that_need_not_live_is_not_asked_for(terms: dict[str, bool]) ->
     if "sharing" in terms:
         life.exits(HOLDER, end=End(0))
     life.attached(W1, W2)
-    assert life.resumed().generation.access.trusts(lambda _: False)
+    assert life.resumed().generation.attach_control.can_trust_answers(lambda _: False)
 
 
 def test_what_has_lost_its_holder_stays_frozen() -> None:
@@ -261,7 +261,7 @@ def test_what_has_lost_its_holder_stays_frozen() -> None:
     life.exits(HOLDER, end=KILLED)
     assert recorded(life) == [W1, W2]
     assert life.resumed().back(W1, W2) == [Enlist(W1), Enlist(W2)]
-    assert (life.generation.access.is_frozen, life.generation.needs_renewal) == (True, True)
+    assert (life.generation.attach_control.is_frozen, life.generation.should_be_replaced) == (True, True)
     assert life.generation.progress == "serving 2/2, frozen: the holder is lost"
     assert life.exits(W1) + life.after(1000.0) == []
 
@@ -271,7 +271,7 @@ def test_where_nobody_can_attach_any_more_that_is_still_so() -> None:
     assert life.replaced(W2, by=W3) == [allow(W3)]
     life.allowed("no such call")
     seen = life.resumed().back(W1)
-    assert (life.generation.access.why, life.generation.needs_renewal) == ("no such call", True)
+    assert (life.generation.attach_control.closed_reason, life.generation.should_be_replaced) == ("no such call", True)
     assert not any(isinstance(each, Spawn) for each in [*seen, *life.after(1000.0)])
 
 
@@ -288,4 +288,4 @@ def test_what_a_process_takes_of_a_card_is_known() -> None:
     life.built(replace(BUILT, device=DeviceMemory(1000, 900)))
     for name, free in ((W1, 880), (W2, 870)):
         life.attached(name, attached=replace(ATTACHED, device=DeviceMemory(1000, free)))
-    assert life.resumed().generation.footprint.process_bytes == 10
+    assert life.resumed().generation.device_usage.process_bytes == 10

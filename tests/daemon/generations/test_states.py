@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from weightd.daemon.generations import states
-from weightd.daemon.generations.access import RECORDED
+from weightd.daemon.generations.access import PERSISTED_STATES
 from weightd.daemon.generations.states import (
-    ACCESS,
-    CHILD,
-    GENERATION,
+    ATTACH_TRANSITIONS,
+    CHILD_TRANSITIONS,
+    GENERATION_TRANSITIONS,
     AccessEvent,
     AccessState,
     ChildEvent,
@@ -32,9 +32,9 @@ NOBODY: frozenset[enum.Enum] = frozenset()
 TABLES = pytest.mark.parametrize(
     ("table", "start", "events", "final"),
     [
-        pytest.param(GENERATION, GenerationState.PINNING, GenerationEvent, states.ENDED, id="generation"),
-        pytest.param(CHILD, ChildState.SPAWNED, ChildEvent, {ChildState.GONE}, id="child"),
-        pytest.param(ACCESS, AccessState.OPEN, AccessEvent, {AccessState.INVALID}, id="access"),
+        pytest.param(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, GenerationEvent, states.ENDED, id="generation"),
+        pytest.param(CHILD_TRANSITIONS, ChildState.SPAWNED, ChildEvent, {ChildState.GONE}, id="child"),
+        pytest.param(ATTACH_TRANSITIONS, AccessState.OPEN, AccessEvent, {AccessState.INVALID}, id="access"),
     ],
 )
 
@@ -89,39 +89,39 @@ def test_an_event_leads_to_one_state_and_does_not_happen_twice(
 
 
 def test_the_groups_are_what_the_tables_do() -> None:
-    assert before(GENERATION, GenerationEvent.DRAIN) == before(GENERATION, GenerationEvent.FAIL) == states.ACTIVE
+    assert before(GENERATION_TRANSITIONS, GenerationEvent.DRAIN) == before(GENERATION_TRANSITIONS, GenerationEvent.FAIL) == states.ACTIVE
     assert set(GenerationState) - states.ACTIVE == {GenerationState.DRAINING, *states.ENDED}
     assert {GenerationState.SERVING} == states.ACTIVE - states.LOADING
-    assert before(CHILD, ChildEvent.EXIT) == states.ALIVE == set(ChildState) - {ChildState.GONE}
-    assert before(CHILD, ChildEvent.STOP) == states.COUNTED
+    assert before(CHILD_TRANSITIONS, ChildEvent.EXIT) == states.ALIVE == set(ChildState) - {ChildState.GONE}
+    assert before(CHILD_TRANSITIONS, ChildEvent.STOP) == states.USABLE
     # Who is got rid of is treated worse and worse, and counts no more.
-    assert before(CHILD, ChildEvent.ABORT) == {*states.COUNTED, ChildState.STOPPING}
-    assert before(CHILD, ChildEvent.KILL) == {*states.COUNTED, ChildState.STOPPING, ChildState.ABORTED}
-    assert before(ACCESS, AccessEvent.INVALIDATE) == set(AccessState) - {AccessState.INVALID}
+    assert before(CHILD_TRANSITIONS, ChildEvent.ABORT) == {*states.USABLE, ChildState.STOPPING}
+    assert before(CHILD_TRANSITIONS, ChildEvent.KILL) == {*states.USABLE, ChildState.STOPPING, ChildState.ABORTED}
+    assert before(ATTACH_TRANSITIONS, AccessEvent.INVALIDATE) == set(AccessState) - {AccessState.INVALID}
 
 
 @pytest.mark.parametrize(
     ("table", "start", "through", "goals"),
     [
         # Nothing is started before there is a snapshot, and nobody serves who has not built what the holder has.
-        (GENERATION, GenerationState.PINNING, {GenerationState.GATHERING}, {GenerationState.BUILDING}),
-        (GENERATION, GenerationState.SPAWNING, {GenerationState.ATTACHING}, {GenerationState.SERVING}),
-        (GENERATION, GenerationState.PINNING, {GenerationState.DRAINING}, {GenerationState.GONE}),
-        (CHILD, ChildState.GREETED, {ChildState.ADMITTED, ChildState.ENTERED}, {ChildState.ATTACHING}),
-        (CHILD, ChildState.GREETED, {ChildState.ATTACHING}, {ChildState.READY}),
+        (GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, {GenerationState.GATHERING}, {GenerationState.BUILDING}),
+        (GENERATION_TRANSITIONS, GenerationState.SPAWNING, {GenerationState.ATTACHING}, {GenerationState.SERVING}),
+        (GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, {GenerationState.DRAINING}, {GenerationState.GONE}),
+        (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.ADMITTED, ChildState.JOINED}, {ChildState.ATTACHING}),
+        (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.ATTACHING}, {ChildState.READY}),
         # Nobody attaches to what is not built; a broker has nothing to build.
-        (CHILD, ChildState.GREETED, {ChildState.BUILDING}, {ChildState.ENTERED}),
+        (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.BUILDING}, {ChildState.JOINED}),
         # Whether another one is let in is the holder's to say.
-        (ACCESS, AccessState.OPEN, {AccessState.ASKING}, {AccessState.CLOSED}),
+        (ATTACH_TRANSITIONS, AccessState.OPEN, {AccessState.ALLOW_PENDING}, {AccessState.CLOSED}),
         # And there is no way back at all.
-        (GENERATION, GenerationState.SERVING, NOBODY, states.LOADING),
-        (GENERATION, GenerationState.DRAINING, NOBODY, states.ACTIVE),
-        (CHILD, ChildState.HOLDING, NOBODY, {ChildState.READY, ChildState.ADMITTED, ChildState.BUILDING}),
-        (CHILD, ChildState.STOPPING, NOBODY, states.COUNTED),
-        (CHILD, ChildState.KILLED, NOBODY, {ChildState.STOPPING, ChildState.ABORTED}),
-        (ACCESS, AccessState.HEIRS, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.FROZEN}),
-        (ACCESS, AccessState.CLOSED, NOBODY, {AccessState.OPEN, AccessState.HEIRS, AccessState.LISTED}),
-        (ACCESS, AccessState.FROZEN, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.CLOSED}),
+        (GENERATION_TRANSITIONS, GenerationState.SERVING, NOBODY, states.LOADING),
+        (GENERATION_TRANSITIONS, GenerationState.DRAINING, NOBODY, states.ACTIVE),
+        (CHILD_TRANSITIONS, ChildState.HOLDING, NOBODY, {ChildState.READY, ChildState.ADMITTED, ChildState.BUILDING}),
+        (CHILD_TRANSITIONS, ChildState.STOPPING, NOBODY, states.USABLE),
+        (CHILD_TRANSITIONS, ChildState.KILLED, NOBODY, {ChildState.STOPPING, ChildState.ABORTED}),
+        (ATTACH_TRANSITIONS, AccessState.FORK_ONLY, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.FROZEN}),
+        (ATTACH_TRANSITIONS, AccessState.CLOSED, NOBODY, {AccessState.OPEN, AccessState.FORK_ONLY, AccessState.LISTED}),
+        (ATTACH_TRANSITIONS, AccessState.FROZEN, NOBODY, {AccessState.OPEN, AccessState.LISTED, AccessState.CLOSED}),
     ],
     ids=lambda each: each.name if isinstance(each, enum.Enum) else "",
 )
@@ -133,11 +133,11 @@ def test_there_is_no_way_round_and_none_back(
 
 
 def test_what_is_written_down_of_who_may_attach_is_what_can_still_be_so_for_the_next_daemon() -> None:
-    assert {AccessState(each) for each in RECORDED} == set(AccessState) - {AccessState.ASKING, AccessState.INVALID}
+    assert {AccessState(each) for each in PERSISTED_STATES} == set(AccessState) - {AccessState.ALLOW_PENDING, AccessState.INVALID}
 
 
 def test_people_are_not_told_of_states_that_are_ours() -> None:
-    ours = {state.value: state.told for kind in (GenerationState, ChildState) for state in kind}
+    ours = {state.value: state.display_name for kind in (GenerationState, ChildState) for state in kind}
     assert {state: told for state, told in ours.items() if state != told} == {
         "resuming": "attaching",
         "admitted": "greeted",

@@ -24,8 +24,8 @@ from weightd.daemon.host.ends import By, End
     ],
 )
 def test_what_a_library_says_because_of_another_process(words: str, *, is_symptom: bool) -> None:
-    assert symptoms.in_words(words) is is_symptom
-    assert symptoms.in_end(Role.RANK, End(1, words), have_met=True) is is_symptom
+    assert symptoms.is_peer_failure_text(words) is is_symptom
+    assert symptoms.is_peer_failure_exit(Role.RANK, End(1, words), has_connected=True) is is_symptom
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_a_library_says_because_of_another_process(words: str, *, is_sympto
     ],
 )
 def test_how_a_process_ends_because_of_another_one(role: Role, end: End, *, have_met: bool, is_symptom: bool) -> None:
-    assert symptoms.in_end(role, end, have_met=have_met) is is_symptom
+    assert symptoms.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
 
 
 @pytest.mark.parametrize(
@@ -64,4 +64,4 @@ def test_how_a_process_ends_because_of_another_one(role: Role, end: End, *, have
     ],
 )
 def test_who_had_ended_before_it_was_killed(end: End, *, is_own: bool) -> None:
-    assert symptoms.is_own(end) is is_own
+    assert symptoms.is_independent_exit(end) is is_own

@@ -12,7 +12,7 @@ from weightd.daemon.generations.generation import ABORT_TIMEOUT_S
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.states import GenerationState
-from weightd.daemon.generations.tries import MAX_DEATHS
+from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
 from weightd.daemon.host.ends import By, End
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Build, Probe, Probing
@@ -47,7 +47,7 @@ class Search(Life):
         return order
 
     def try_(self, *cases: Case, holder: str = HOLDER, unfit: Cases = ()) -> None:
-        self.generation.probing(holder, Probing(cases, unfit))
+        self.generation.on_trying_selftest(holder, Probing(cases, unfit))
         assert self.wanted() == ([Send(holder, Probe())] if cases else [])
 
 
@@ -59,12 +59,12 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     search.try_(x(1))
     search.try_(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
-    assert (generation.state, generation.deaths, generation.outlook) == (GenerationState.GATHERING, 0, Outlook.SAME)
+    assert (generation.state, generation.deaths, generation.retry_hint) == (GenerationState.GATHERING, 0, Outlook.SAME_FAILURE)
     assert search.begin(HOLDER2) == Build((pid(W1),), unfit=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
-    assert (generation.state, generation.canary) == (GenerationState.ATTACHING, "x [1, 32]")
-    assert generation.tries.known == Canary(cases=(x(32),), unfit=(x(1), x(2)))
+    assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
+    assert generation.selftest_search.spec == Canary(cases=(x(32),), failed_cases=(x(1), x(2)))
 
 
 def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
@@ -84,10 +84,10 @@ def test_a_death_out_of_a_try_is_what_it_was(tries: list[Cases]) -> None:
         search.try_(*cases)
     search.exits(HOLDER, end=SEGV)
     assert (search.state, search.generation.deaths) == (GenerationState.FAILED, 1)
-    assert search.generation.outlook is Outlook.BETTER
+    assert search.generation.retry_hint is Outlook.MAY_SUCCEED
 
 
-@pytest.mark.parametrize("canary", [UNKNOWN, Canary(search=False, cases=(x(7),))])
+@pytest.mark.parametrize("canary", [UNKNOWN, Canary(should_search=False, cases=(x(7),))])
 def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: Canary) -> None:
     search = Search(canary)
     order = search.begin()
@@ -97,27 +97,27 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
     search.try_(x(7), holder=HOLDER2)
     again = search.exits(HOLDER2, end=End(-signal.SIGKILL, by=By.KERNEL))
     assert search.generation.deaths == 2
-    if canary.search:
+    if canary.should_search:
         assert again == [holder(HOLDER3)]
         assert search.begin(HOLDER3).unfit == (x(7),)
     else:
         # The deployment waits, and loads it anew.
-        assert (search.state, search.generation.outlook) == (GenerationState.FAILED, Outlook.BETTER)
+        assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.MAY_SUCCEED)
 
 
 def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
     search = Search()
-    *dying, last = [HOLDER, *(f"{HOLDER}{number}" for number in range(2, MAX_DEATHS + 2))]
+    *dying, last = [HOLDER, *(f"{HOLDER}{number}" for number in range(2, MAX_HOLDER_DEATHS + 2))]
     for size, name in enumerate(dying, 1):
         assert search.begin(name).search
         search.try_(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
         search.exits(name, end=SEGV)
     order = search.begin(last)
-    assert (order.search, order.canary_cases, len(order.unfit)) == (False, (), MAX_DEATHS)
+    assert (order.search, order.canary_cases, len(order.unfit)) == (False, (), MAX_HOLDER_DEATHS)
     search.built(replace(BUILT, canary="", canary_cases=(), canary_note="the search was given up"), last)
-    assert (search.state, search.generation.canary) == (GenerationState.ATTACHING, "none: the search was given up")
+    assert (search.state, search.generation.selftest_description) == (GenerationState.ATTACHING, "none: the search was given up")
     # The next generation does not begin anew.
-    assert not search.generation.tries.known.search
+    assert not search.generation.selftest_search.spec.should_search
 
 
 def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
@@ -143,18 +143,18 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
 
 @pytest.mark.parametrize("end", [SEGV, End(3)])
 def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: End) -> None:
-    search = Search(Canary(search=False, cases=(x(7),)))
+    search = Search(Canary(should_search=False, cases=(x(7),)))
     order = search.begin()
     assert (order.search, order.canary_cases) == (False, (x(7),))
     search.try_(x(7))
     search.exits(HOLDER, end=end)
-    assert (search.state, search.generation.outlook) == (GenerationState.FAILED, Outlook.SAME)
+    assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.SAME_FAILURE)
     assert search.cause == f"{HOLDER}: {end}; it ran the configured canary, x [1, 7]"
 
 
 @pytest.mark.parametrize("end", [SEGV, End(3)])
 def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: End) -> None:
-    search = Search(Canary(search=False, cases=(x(7),)))
+    search = Search(Canary(should_search=False, cases=(x(7),)))
     search.begin()
     for cases in [(x(7),), (), (x(4),)]:
         search.try_(*cases)
@@ -167,11 +167,11 @@ def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: E
 
 
 def test_what_an_earlier_generation_has_found_comes_first() -> None:
-    known = Canary(cases=(x(48), x(96)), unfit=(x(1),))
+    known = Canary(cases=(x(48), x(96)), failed_cases=(x(1),))
     search = Search(known=known)
     order = search.begin()
-    assert (order.search, order.canary_cases, order.unfit) == (True, known.cases, known.unfit)
-    search.try_(*known.cases, unfit=known.unfit)
+    assert (order.search, order.canary_cases, order.unfit) == (True, known.cases, known.failed_cases)
+    search.try_(*known.cases, unfit=known.failed_cases)
     search.exits(HOLDER, end=SEGV)
     assert search.begin(HOLDER2) == replace(order, canary_cases=(), unfit=(x(1), x(48), x(96)))
 
@@ -179,5 +179,5 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
 def test_nobody_else_probes() -> None:
     search = Search()
     for name in (W1, HOLDER, "stranger"):
-        search.generation.probing(name, Probing((x(1),), ()))
+        search.generation.on_trying_selftest(name, Probing((x(1),), ()))
     assert search.wanted() == []

@@ -14,7 +14,7 @@ from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Pi
 from weightd.daemon.generations.life import STOP_TIMEOUT_S
 from weightd.daemon.generations.plan import CONCAT, Rows, Terms
 from weightd.daemon.generations.progress import Outlook
-from weightd.daemon.generations.resume import BACK_TIMEOUT_S, record, resume_unit
+from weightd.daemon.generations.resume import RECONNECT_TIMEOUT_S, record_generation, resume_rank_group
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import By, End
@@ -56,7 +56,7 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
     warm_timeout = CONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
     spawned: list[Action] = [Spawn(BROKER, Role.BROKER), Spawn(R0, Role.RANK), Spawn(R1, Role.RANK)]
     steps: list[tuple[Callable[[], list[Action]], list[Action], GenerationState, str, float]] = [
-        (group.wanted, [Pin()], states.PINNING, "pinning", FOREVER),
+        (group.wanted, [Pin()], states.SNAPSHOTTING, "pinning", FOREVER),
         (group.pinned, spawned, states.SPAWNING, "spawned, 0/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R1), [], states.GATHERING, "spawned, 1/3 processes up", LOAD_TIMEOUT_S),
         (lambda: group.hello(R0), [], states.GATHERING, "spawned, 2/3 processes up", LOAD_TIMEOUT_S),
@@ -78,11 +78,11 @@ def test_a_whole_life(caplog: pytest.LogCaptureFixture) -> None:
         (lambda: group.exits(BROKER, end=End(0)), [], states.GONE, "gone", FOREVER),
     ]
     for event, wanted, state, progress, wait in steps:
-        assert not unit.ended
+        assert not unit.is_ended
         assert (event(), group.state) == (wanted, state)
-        assert (unit.progress, unit.next_tick - group.now) == (progress, wait)
-        assert unit.seats == ({SEAT: (R0, R1)} if state is states.SERVING else {})
-    assert (unit.ended, unit.cause, unit.deaths) == (True, "", 0)
+        assert (unit.progress, unit.next_tick_at - group.now) == (progress, wait)
+        assert unit.slots == ({SEAT: (R0, R1)} if state is states.SERVING else {})
+    assert (unit.is_ended, unit.cause, unit.deaths) == (True, "", 0)
     lines = [record.getMessage() for record in caplog.records]
     assert [lines.count(f"m.7: {progress}") for *_, progress, _ in steps] == [1] * len(steps)
 
@@ -94,7 +94,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     built = group.unit.built
     # Whether it is a drop-in is known before it serves; whether it computes rightly is not.
     assert built is not None
-    assert (built.inputs, built.outputs, built.canary, group.unit.canary) == (
+    assert (built.inputs, built.outputs, built.canary, group.unit.selftest_description) == (
         (X, other),
         (Y,),
         "",
@@ -106,7 +106,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     built = group.unit.built
     assert built is not None
     assert (built.inputs, built.canary_cases, built.canary, built.rows) == ((X, other), CASES, "canary", found)
-    assert (built.handle, built.shared_bytes, group.unit.canary) == ("", 0, "x [1, 4]")
+    assert (built.handle, built.shared_bytes, group.unit.selftest_description) == ("", 0, "x [1, 4]")
     assert group.unit.models == (built,)
 
 
@@ -132,7 +132,7 @@ def test_without_a_broker_there_is_none() -> None:
     assert group.warmed(R0, R1) == [Enlist(SEAT)]
     assert group.drain() == [Dismiss(SEAT), *sends(STOP, R0, R1)]
     group.exits(R0, R1, end=End(0))
-    assert group.unit.ended
+    assert group.unit.is_ended
 
 
 def test_terms_of_workers_make_no_unit() -> None:
@@ -195,7 +195,7 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
         group.warmed(name, warmed=replace(WARMED, canary="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
     assert group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the canary's known answer"
-    assert group.unit.seats == {}
+    assert group.unit.slots == {}
 
 
 # --- one is lost ----------------------------------------------------------------------------------------------------
@@ -229,13 +229,13 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
     dismissed: list[Action] = [Dismiss(SEAT)] if when == "serving" else []
     assert lose(group, name) == [*dismissed, *kills(*others)]
     assert (group.state, group.cause, group.unit.deaths) == (GenerationState.FAILED, f"{name}: {why}", 1)
-    assert (group.unit.seats, group.unit.access.is_valid) == ({}, False)
+    assert (group.unit.slots, group.unit.attach_control.is_valid) == ({}, False)
     # Nothing more is said or done, and nobody is started.
     assert group.hello(R0, R1) + group.entered(R0, R1) + group.warmed(R0, R1) + group.back(R0, R1) == []
     assert group.broken(R0, "late") + group.leaves(R1) + group.hangs(R0) + group.drain() + group.after(1e6) == []
-    assert not group.unit.ended
+    assert not group.unit.is_ended
     assert group.exits(*others, end=End(-signal.SIGKILL, by=By.DAEMON)) == []
-    assert (group.unit.ended, group.cause, group.unit.deaths) == (True, f"{name}: {why}", 1)
+    assert (group.unit.is_ended, group.cause, group.unit.deaths) == (True, f"{name}: {why}", 1)
 
 
 SAYS: dict[str, Callable[[Group, str], list[Action]]] = {
@@ -270,7 +270,7 @@ SLOW: dict[str, tuple[float, str]] = {
     "spawned": (LOAD_TIMEOUT_S, f"{BROKER}: spawned took too long"),
     "loading": (LOAD_TIMEOUT_S, f"{R0}: building took too long"),
     "warming": (CONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S, f"{R0}: attaching took too long"),
-    "resumed": (BACK_TIMEOUT_S + PREDICT_TIMEOUT_S, f"{R0}: attaching took too long"),
+    "resumed": (RECONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S, f"{R0}: attaching took too long"),
 }
 
 
@@ -281,12 +281,12 @@ def test_whoever_takes_too_long_ends_all(when: str) -> None:
     group.wanted()
     assert group.after(patience - 0.1) == []
     assert group.after(0.1) == kills(BROKER, R0, R1)
-    assert (group.cause, group.unit.outlook, group.unit.deaths) == (cause, Outlook.SAME, 1)
+    assert (group.cause, group.unit.retry_hint, group.unit.deaths) == (cause, Outlook.SAME_FAILURE, 1)
 
 
 def test_ranks_have_as_long_to_find_each_other_as_the_library_gives_them() -> None:
     group = Group()
-    group.unit.terms = replace(group.terms, load_timeout=1.0)
+    group.unit.spec = replace(group.terms, load_timeout=1.0)
     group.loading()
     assert group.after(CONNECT_TIMEOUT_S - 0.1) == []
     assert group.after(0.1) == kills(BROKER, R0, R1)
@@ -297,9 +297,9 @@ def test_what_the_daemon_gives_up_ends_at_once(given_up: bool) -> None:
     group = Group().serving()
     group.wanted()
     if given_up:
-        group.unit.given_up("not wanted", group.now)
+        group.unit.give_up("not wanted", group.now)
     else:
-        group.unit.failed("no drop-in", group.now)
+        group.unit.fail("no drop-in", group.now)
     assert group.wanted() == [Dismiss(SEAT), *kills(BROKER, R0, R1)]
     assert (group.state, group.unit.deaths) == (GenerationState.FAILED, 0)
     assert group.cause == ("not wanted: " if given_up else "no drop-in")
@@ -332,7 +332,7 @@ def test_what_follows_from_a_loss_is_not_its_cause() -> None:
     group.exits(R1, end=End(-signal.SIGTERM, by=By.DAEMON))
     group.exits(R2, end=OUR_KILL)
     group.exits(BROKER, end=End(1))
-    assert (group.unit.ended, group.cause) == (True, f"{R0}: exited with status 143")
+    assert (group.unit.is_ended, group.cause) == (True, f"{R0}: exited with status 143")
 
 
 def test_a_cause_of_its_own_is_not_put_in_doubt() -> None:
@@ -356,12 +356,12 @@ def test_the_last_words_of_the_cause_are_told_when_it_has_ended() -> None:
 
 EI = "EI0006: wait socket establish timeout"
 OUTLOOKS: dict[str, tuple[Callable[[Group], object], Outlook]] = {
-    "broken": (lambda group: group.broken(R0, "no such file"), Outlook.SAME),
-    "no room": (lambda group: group.broken(R0, "no memory", no_room=True), Outlook.ROOM),
-    "port": (lambda group: group.exits(BROKER, end=End(1)), Outlook.ROOM),
-    "killed": (lambda group: group.exits(R0, end=End(-signal.SIGKILL)), Outlook.BETTER),
-    "status": (lambda group: group.exits(R0, end=End(3)), Outlook.SAME),
-    "symptom": (lambda group: group.broken(R0, EI), Outlook.BETTER),
+    "broken": (lambda group: group.broken(R0, "no such file"), Outlook.SAME_FAILURE),
+    "no room": (lambda group: group.broken(R0, "no memory", no_room=True), Outlook.WAIT_FOR_MEMORY),
+    "port": (lambda group: group.exits(BROKER, end=End(1)), Outlook.WAIT_FOR_MEMORY),
+    "killed": (lambda group: group.exits(R0, end=End(-signal.SIGKILL)), Outlook.MAY_SUCCEED),
+    "status": (lambda group: group.exits(R0, end=End(3)), Outlook.SAME_FAILURE),
+    "symptom": (lambda group: group.broken(R0, EI), Outlook.MAY_SUCCEED),
 }
 
 
@@ -370,13 +370,13 @@ def test_what_the_next_one_may_expect(how: str) -> None:
     happens, outlook = OUTLOOKS[how]
     group = Group().loading()
     happens(group)
-    assert group.unit.outlook is outlook
+    assert group.unit.retry_hint is outlook
 
 
 def test_a_broker_that_ends_otherwise_has_not_lost_its_port() -> None:
     for group, status in ((Group().spawned(), 1), (Group().warming(), 5), (Group().loading(), 69)):
         group.exits(BROKER, end=End(status))
-        assert group.unit.outlook is Outlook.SAME
+        assert group.unit.retry_hint is Outlook.SAME_FAILURE
 
 
 # --- how it leaves --------------------------------------------------------------------------------------------------
@@ -388,13 +388,13 @@ def test_who_loads_has_nothing_to_finish(when: str) -> None:
     group.wanted()
     assert group.drain() == kills(BROKER, R0, R1)
     group.exits(BROKER, R0, R1, end=OUR_KILL)
-    assert (group.state, group.unit.ended, group.unit.deaths) == (GenerationState.GONE, True, 0)
+    assert (group.state, group.unit.is_ended, group.unit.deaths) == (GenerationState.GONE, True, 0)
 
 
 def test_before_it_is_pinned_nothing_is_there() -> None:
     group = Group()
     group.drain()
-    assert (group.state, group.unit.ended) == (GenerationState.GONE, True)
+    assert (group.state, group.unit.is_ended) == (GenerationState.GONE, True)
 
 
 LEFT: dict[str, Callable[[Group], list[Action]]] = {
@@ -439,22 +439,22 @@ def test_a_second_drain_may_shorten_the_first() -> None:
 
 def test_it_serves_again_once_all_are_back_at_the_same_step() -> None:
     group = Group().serving()
-    built, before = group.unit.built, record(group.unit, None)
+    built, before = group.unit.built, record_generation(group.unit, None)
     group.resumed()
     unit = group.unit
-    assert (group.state, group.wanted(), unit.seats, unit.awaits) == (GenerationState.RESUMING, [], {}, True)
+    assert (group.state, group.wanted(), unit.slots, unit.is_reconnecting) == (GenerationState.RESUMING, [], {}, True)
     assert (unit.built, unit.models, unit.sha256, unit.number) == (built, (built,), SHA, 7)
     assert [(each.name, each.device) for each in unit.children.values()] == [
         (BROKER, "cpu"),
         (R0, "ascend:0"),
         (R1, "ascend:1"),
     ]
-    assert record(unit, None) == before
-    assert (group.back(R1, step=41), unit.complete, unit.progress) == ([], False, "attaching 1/2")
-    assert record(unit, None) == before
-    assert (group.back(R0, step=41), unit.complete, unit.full) == ([Enlist(SEAT)], True, True)
-    assert (unit.step, unit.seats, unit.next_tick, unit.deaths) == (41, {SEAT: (R0, R1)}, FOREVER, 0)
-    assert (group.after(1e6), group.resumed().unit.awaits) == ([], True)
+    assert record_generation(unit, None) == before
+    assert (group.back(R1, step=41), unit.is_complete, unit.progress) == ([], False, "attaching 1/2")
+    assert record_generation(unit, None) == before
+    assert (group.back(R0, step=41), unit.is_complete, unit.has_all_workers) == ([Enlist(SEAT)], True, True)
+    assert (unit.step, unit.slots, unit.next_tick_at, unit.deaths) == (41, {SEAT: (R0, R1)}, FOREVER, 0)
+    assert (group.after(1e6), group.resumed().unit.is_reconnecting) == ([], True)
 
 
 def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
@@ -467,10 +467,10 @@ def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
 @pytest.mark.parametrize("missing", [BROKER, R0, R1])
 def test_if_not_all_were_written_down_none_goes_on(missing: str) -> None:
     group = Group().serving()
-    written = record(group.unit, None)
+    written = record_generation(group.unit, None)
     assert written is not None
     children = tuple(each for each in written.children if each.name != missing)
-    unit = resume_unit("m.7", group.terms, group.unit.source, replace(written, children=children), group.now)
+    unit = resume_rank_group("m.7", group.terms, group.unit.source, replace(written, children=children), group.now)
     assert unit.state is GenerationState.FAILED
     assert unit.take_actions() == kills(*(each.name for each in children))
     assert unit.cause.startswith(f"expected {BROKER}, {R0}, {R1}, got ")
@@ -483,7 +483,7 @@ def test_only_what_serves_can_be_gone_on_with(when: str) -> None:
     else:
         group = Group().serving()
         group.drain() if when == "draining" else group.exits(R0)
-    assert record(group.unit, None) is None
+    assert record_generation(group.unit, None) is None
 
 
 # --- one process of several models ----------------------------------------------------------------------------------
@@ -493,7 +493,7 @@ MEMBERS = Entered((), (), members=(Member((X,), (Y,)), Member((Y,), (X,))))
 
 def household() -> Group:
     group = Group(1, reply=0, has_broker=False, is_cut=False, members=2)
-    group.unit.pinned(digest(0), group.now)
+    group.unit.on_snapshot_taken(digest(0), group.now)
     group.wanted()
     assert group.hello(R0, slice=None) == sends(ENTER, R0)
     return group
@@ -507,7 +507,7 @@ def test_one_process_serves_several_models() -> None:
     assert (one.inputs, one.outputs, one.canary, one.canary_cases) == ((X,), (Y,), "one", CASES)
     assert (other.inputs, other.outputs, other.canary, other.canary_cases) == ((Y,), (X,), "", ())
     assert other.canary_note == "none was configured"
-    assert (group.unit.built, group.unit.seats) == (one, {SEAT: (R0,)})
+    assert (group.unit.built, group.unit.slots) == (one, {SEAT: (R0,)})
     models = group.unit.models
     group.resumed()
     assert (group.back(R0), group.unit.models) == ([Enlist(SEAT)], models)
@@ -518,7 +518,7 @@ def test_the_end_of_the_only_process_is_the_end_of_its_seat() -> None:
     group.entered(R0, entered=MEMBERS)
     group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ()))))
     assert group.exits(R0) == [Dismiss(SEAT)]
-    assert (group.state, group.unit.ended) == (GenerationState.FAILED, True)
+    assert (group.state, group.unit.is_ended) == (GenerationState.FAILED, True)
 
 
 def test_a_process_of_other_models_is_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd.daemon.generations.actions import Dismiss, Enlist, Forget, Kill, Pin, Role, Send, Spawn
 from weightd.daemon.generations.plan import CONCAT, RankTerms, Terms
-from weightd.daemon.generations.resume import record, resume_unit
+from weightd.daemon.generations.resume import record_generation, resume_rank_group
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import By, End
@@ -67,7 +67,7 @@ class World(RuleBasedStateMachine):
         self.size = size
         self.answering = [*range(size)] if concat else [size - 1]
         ranks = RankTerms(size, ("cpu",) * size, 120.0, CONCAT if concat else size - 1, has_broker)
-        self.terms = Terms(1, 500.0, sharing=False, ranks=ranks)
+        self.terms = Terms(1, 500.0, is_sharing=False, rank_group=ranks)
         self.expected = [*([BROKER] if has_broker else []), *(f"{SEAT}.rank{rank}" for rank in range(size))]
         self.another_unit(steps)
 
@@ -201,7 +201,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def pin(self) -> None:
-        self.unit.pinned(SHA, self.now, digests=tuple(map(digest, range(self.size))))
+        self.unit.on_snapshot_taken(SHA, self.now, slice_digests=tuple(map(digest, range(self.size))))
         self.perform()
 
     @rule(
@@ -213,11 +213,11 @@ class World(RuleBasedStateMachine):
         name = self.expected[chosen % len(self.expected)]
         broken = Broken("no such file" if what == "broken" else "Launch kernel failed")
         said: dict[str, tuple[Callable[[], None], bool]] = {
-            "astray": (lambda: self.unit.astray(name, "built", self.now), self.counts(name)),
-            "broken": (lambda: self.unit.broken(name, broken, self.now), self.present(name)),
-            "symptom": (lambda: self.unit.broken(name, broken, self.now), self.present(name)),
-            "leaving": (lambda: self.unit.leaving(name, self.now), self.present(name)),
-            "hung": (lambda: self.unit.hung(name, "silence", self.now), self.present(name)),
+            "astray": (lambda: self.unit.on_unexpected_message(name, "built", self.now), self.counts(name)),
+            "broken": (lambda: self.unit.on_process_failed(name, broken, self.now), self.present(name)),
+            "symptom": (lambda: self.unit.on_process_failed(name, broken, self.now), self.present(name)),
+            "leaving": (lambda: self.unit.on_leaving(name, self.now), self.present(name)),
+            "hung": (lambda: self.unit.on_hung(name, "silence", self.now), self.present(name)),
         }
         if what in said:
             event, is_loss = said[what]
@@ -247,7 +247,7 @@ class World(RuleBasedStateMachine):
             is_last = {*self.processes} == {*self.expected} and self.all_greeted
         disagree = is_last and len({each.slice == "other" for each in self.ranks}) > 1
         is_loss = disagree or (self.counts(name) and not (is_due and is_good))
-        self.happens("" if disagree else name, lambda: self.unit.hello(name, said, self.now), is_loss=is_loss)
+        self.happens("" if disagree else name, lambda: self.unit.on_hello(name, said, self.now), is_loss=is_loss)
 
     @property
     def all_greeted(self) -> bool:
@@ -263,7 +263,7 @@ class World(RuleBasedStateMachine):
             self.have_met = self.have_met or (self.all_are("entered") and not disagree)
         said = Entered((X,) if how == "good" else (OTHER,), (Y,))
         is_loss = disagree or (self.counts(name) and not is_due)
-        self.happens("" if disagree else name, lambda: self.unit.entered(name, said, self.now), is_loss=is_loss)
+        self.happens("" if disagree else name, lambda: self.unit.on_joined(name, said, self.now), is_loss=is_loss)
 
     def say_warmed(self, name: str, *, proven: bool = True) -> None:
         process = self.processes.get(name)
@@ -275,7 +275,7 @@ class World(RuleBasedStateMachine):
             wrong = self.all_are("warm") and not all(each is not None and each.proven for each in named)
         said = Warmed("canary" if proven else "", CASES)
         is_loss = wrong or (self.counts(name) and not is_due)
-        self.happens("" if wrong else name, lambda: self.unit.warmed(name, said, self.now), is_loss=is_loss)
+        self.happens("" if wrong else name, lambda: self.unit.on_selftest_done(name, said, self.now), is_loss=is_loss)
 
     def say_back(self, name: str, step: int = 7) -> None:
         process = self.processes.get(name)
@@ -285,7 +285,7 @@ class World(RuleBasedStateMachine):
             process.phase, process.step = "warm", step
             uneven = self.all_are("warm") and len({each.step for each in self.ranks}) > 1
         is_loss = uneven or (self.counts(name) and not is_due)
-        self.happens("" if uneven else name, lambda: self.unit.back(name, self.now, step), is_loss=is_loss)
+        self.happens("" if uneven else name, lambda: self.unit.on_reconnected(name, self.now, step), is_loss=is_loss)
 
     @precondition(lambda self: self.processes)
     @rule(chosen=st.integers(0, 3), how=st.sampled_from([*ENDS]))
@@ -305,7 +305,7 @@ class World(RuleBasedStateMachine):
         if had_ended and self.is_doubtful and name != self.first:
             self.first, self.is_doubtful = name, False
         del self.processes[name]
-        event = lambda: self.unit.exited(name, end, self.now)  # noqa: E731
+        event = lambda: self.unit.on_exit(name, end, self.now)  # noqa: E731
         self.happens(name, event, is_loss=is_loss, is_doubtful=is_symptom)
 
     @precondition(lambda self: any(each.killed for each in self.processes.values()))
@@ -317,7 +317,7 @@ class World(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 5.0, 11.0, 70.0, 130.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        was_active, killed, due = self.unit.state in ACTIVE, self.killed, self.unit.next_tick <= self.now
+        was_active, killed, due = self.unit.state in ACTIVE, self.killed, self.unit.next_tick_at <= self.now
         self.unit.tick(self.now)
         self.perform()
         if due:
@@ -345,7 +345,7 @@ class World(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         was_active = self.unit.state in ACTIVE
-        self.unit.failed("the daemon says so", self.now)
+        self.unit.fail("the daemon says so", self.now)
         self.perform()
         if was_active:
             self.first, self.is_doubtful = "", False
@@ -354,11 +354,11 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.unit.state in (GenerationState.SERVING, GenerationState.RESUMING))
     @rule()
     def another_daemon_comes(self) -> None:
-        written = record(self.unit, None)
+        written = record_generation(self.unit, None)
         assert written is not None
         self.enlisted = False
         self.now += 1.0
-        self.unit = resume_unit(SEAT, self.terms, self.unit.source, written, self.now)
+        self.unit = resume_rank_group(SEAT, self.terms, self.unit.source, written, self.now)
         for each in self.ranks:
             each.phase, each.step = "awaited", -1
         self.perform()
@@ -369,13 +369,13 @@ class World(RuleBasedStateMachine):
     def a_seat_has_all_ranks_or_there_is_none(self) -> None:
         if not hasattr(self, "unit"):
             return
-        assert bool(self.unit.seats) == self.enlisted
+        assert bool(self.unit.slots) == self.enlisted
         if self.enlisted:
             assert self.unit.state is GenerationState.SERVING
-            assert self.unit.seats == {SEAT: tuple(name for name in self.expected if name != BROKER)}
+            assert self.unit.slots == {SEAT: tuple(name for name in self.expected if name != BROKER)}
             assert {*self.processes} == {*self.expected}
             assert not any(each.killed or each.stopping for each in self.processes.values())
-        assert self.unit.complete == self.unit.full == self.enlisted
+        assert self.unit.is_complete == self.unit.has_all_workers == self.enlisted
 
     @invariant()
     def nobody_is_started_for_another_one(self) -> None:
@@ -395,7 +395,7 @@ class World(RuleBasedStateMachine):
         if self.unit.state is GenerationState.GONE:
             assert not self.processes
         if self.unit.state not in (GenerationState.SERVING, GenerationState.RESUMING):
-            assert record(self.unit, None) is None
+            assert record_generation(self.unit, None) is None
 
     def teardown(self) -> None:
         if not hasattr(self, "unit"):
@@ -405,11 +405,11 @@ class World(RuleBasedStateMachine):
         for _ in range(2 * len(self.expected)):
             for name in [name for name, each in self.processes.items() if each.killed or each.stopping]:
                 del self.processes[name]
-                self.unit.exited(name, End(0), self.now)
+                self.unit.on_exit(name, End(0), self.now)
                 self.perform()
-        assert self.unit.ended
+        assert self.unit.is_ended
         assert self.unit.state in (GenerationState.GONE, GenerationState.FAILED)
-        assert self.unit.next_tick == float("inf")
+        assert self.unit.next_tick_at == float("inf")
 
 
 _SAY: dict[str, Callable[[World, str], None]] = {

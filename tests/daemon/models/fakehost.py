@@ -215,11 +215,11 @@ class Stage:
     def pinned(self) -> Stage:
         """The last snapshot that was asked for exists."""
         source = self.host.pinned[-1]
-        self.model.pinned(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
+        self.model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
         return self
 
     def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> Stage:
-        self.model.heard(child, message, frames, self.now)
+        self.model.on_message(child, message, frames, self.now)
         return self
 
     def of(self, generation: int) -> list[str]:
@@ -245,13 +245,13 @@ class Stage:
         return self
 
     def dies(self, child: str, end: int = signal.SIGSEGV, by: By = By.UNKNOWN) -> Stage:
-        self.model.exited(child, End(-end, by=by), self.now)
+        self.model.on_exit(child, End(-end, by=by), self.now)
         return self
 
     def goes(self, generation: int) -> Stage:
         """Every process of a generation exits, workers first."""
         for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
-            self.model.exited(name, End(0), self.now)
+            self.model.on_exit(name, End(0), self.now)
         return self
 
     def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> Stage:
@@ -265,7 +265,7 @@ class Stage:
     def updated(self, generation: int, path: str = "/models/new.onnx") -> Stage:
         """An update that succeeds."""
         self.update(path).pinned().loads(generation)
-        for leaving in list(self.model.deployments[0].leaving):
+        for leaving in list(self.model.deployments[0].draining):
             self.goes(leaving.number)
         return self
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device, Need
 
-NEED = Need(weights=100 * MIB, copies=1, users=3, processes=4, process_bytes=10 * MIB)
+NEED = Need(weight_bytes=100 * MIB, copy_count=1, worker_count=3, process_count=4, process_bytes=10 * MIB)
 PRIVATE = dataclasses.replace(NEED, copies=3)
 
 
@@ -19,29 +19,29 @@ PRIVATE = dataclasses.replace(NEED, copies=3)
     [(0, 2), (1, 2), (2 * MIB - 1, 2), (2 * MIB, 4), (2 * MIB + 1, 4), (100 * MIB, 102), (101 * MIB, 102)],
 )
 def test_weights_take_whole_huge_pages_and_one_more_where_they_fit_exactly(weights: int, mib: int) -> None:
-    assert on_card(weights) == mib * MIB
+    assert card_bytes(weights) == mib * MIB
 
 
 def test_what_is_promised_is_used_until_it_is_released() -> None:
     device = Device("ascend:0", 500 * MIB, 8)
     assert device.reserve("m.1", NEED) == ""
     assert device.reserve("m.2", PRIVATE) == ""
-    assert (device.used, device.processes) == ((102 + 4 * 10 + 3 * 102 + 4 * 10) * MIB, 8)
+    assert (device.reserved_bytes, device.process_count) == ((102 + 4 * 10 + 3 * 102 + 4 * 10) * MIB, 8)
     for _ in range(2):
         device.release("m.1")
-        assert (device.used, device.processes) == (PRIVATE.total, 4)
+        assert (device.reserved_bytes, device.process_count) == (PRIVATE.total_bytes, 4)
 
 
 @pytest.mark.parametrize(
     ("capacity", "processes", "fits"),
-    [(NEED.total, 4, True), (NEED.total - 1, 4, False), (NEED.total, 3, False), (None, None, True)],
+    [(NEED.total_bytes, 4, True), (NEED.total_bytes - 1, 4, False), (NEED.total_bytes, 3, False), (None, None, True)],
 )
 def test_what_fits_exactly_fits_and_what_is_not_known_refuses_nothing(
     capacity: int | None, processes: int | None, fits: bool
 ) -> None:
     device = Device("ascend:0", capacity, processes)
     assert (device.reserve("m.1", NEED) == "") == fits
-    assert list(device.promised) == ["m.1"] * fits
+    assert list(device.reserved) == ["m.1"] * fits
 
 
 def test_a_refusal_for_memory_tells_the_figures() -> None:
@@ -66,21 +66,21 @@ def test_a_refusal_for_processes_tells_who_has_them() -> None:
 
 
 def test_it_can_be_asked_what_would_be_refused_though_another_one_were_gone() -> None:
-    device = Device("ascend:0", NEED.total, 4)
+    device = Device("ascend:0", NEED.total_bytes, 4)
     device.reserve("m.1", NEED)
-    assert device.refusal("m.2", NEED) != ""
-    assert device.refusal("m.2", NEED, without=["m.1"]) == ""
-    refusal = device.refusal("m.2", PRIVATE, without=["m.1"])
+    assert device.rejection_reason("m.2", NEED) != ""
+    assert device.rejection_reason("m.2", NEED, excluding=["m.1"]) == ""
+    refusal = device.rejection_reason("m.2", PRIVATE, excluding=["m.1"])
     assert refusal.endswith("142 MiB of 142 MiB are free")
-    assert list(device.promised) == ["m.1"]
+    assert list(device.reserved) == ["m.1"]
 
 
 def test_it_learns_that_processes_take_more_but_not_that_they_take_less() -> None:
     device = Device("ascend:0", 150 * MIB)
     device.reserve("m.1", NEED)
     for seen, each in [(5, 10), (50, 50)]:
-        device.learn("m.1", seen * MIB)
-        device.learn("nobody.1", seen * MIB)
-        assert (list(device.promised), device.used) == (["m.1"], (102 + 4 * each) * MIB)
+        device.set_process_bytes("m.1", seen * MIB)
+        device.set_process_bytes("nobody.1", seen * MIB)
+        assert (list(device.reserved), device.reserved_bytes) == (["m.1"], (102 + 4 * each) * MIB)
     # More is used than there should be: nothing is free, not less than nothing.
     assert "0 MiB of 150 MiB are free" in device.reserve("m.2", NEED)

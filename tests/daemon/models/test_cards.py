@@ -9,7 +9,7 @@ from weightd.daemon.models.budget import Device, Need
 from weightd.daemon.models.cards import Cards
 
 SLICES = (100 * MIB, 50 * MIB)
-NEED = Need(sum(SLICES), 1, 2, 2, process_bytes=10 * MIB, buffer_bytes=400 * MIB, slices=SLICES)
+NEED = Need(sum(SLICES), 1, 2, 2, process_bytes=10 * MIB, buffer_bytes=400 * MIB, slice_bytes=SLICES)
 
 
 def cards(*capacities: int | None, ports: tuple[int, ...] = ()) -> tuple[Cards, list[Device]]:
@@ -20,10 +20,10 @@ def cards(*capacities: int | None, ports: tuple[int, ...] = ()) -> tuple[Cards, 
 def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
     group, devices = cards(None, None)
     assert (group.name, group.reserve("big.1", NEED)) == ("ascend:0+ascend:1", "")
-    assert [each.used // MIB for each in devices] == [102 + 10 + 400, 52 + 10 + 400]
-    assert [each.processes for each in devices] == [1, 1]
-    group.learn("big.1", 30 * MIB)
-    assert [each.used // MIB for each in devices] == [102 + 30 + 400, 52 + 30 + 400]
+    assert [each.reserved_bytes // MIB for each in devices] == [102 + 10 + 400, 52 + 10 + 400]
+    assert [each.process_count for each in devices] == [1, 1]
+    group.set_process_bytes("big.1", 30 * MIB)
+    assert [each.reserved_bytes // MIB for each in devices] == [102 + 30 + 400, 52 + 30 + 400]
 
 
 def test_where_one_card_has_no_room_none_is_promised() -> None:
@@ -32,9 +32,9 @@ def test_where_one_card_has_no_room_none_is_promised() -> None:
         "ascend:1 has no room: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, communication "
         "of 400 MiB), 400 MiB of 400 MiB are free"
     )
-    devices[1].capacity, devices[0].max_processes = None, 0
+    devices[1].capacity_bytes, devices[0].max_processes = None, 0
     assert group.reserve("big.1", NEED) == "ascend:0 takes at most 0 processes: big.1 needs 1 (its rank)"
-    assert [each.promised for each in devices] == [{}, {}]
+    assert [each.reserved for each in devices] == [{}, {}]
 
 
 @pytest.mark.parametrize("ports", [(16666,), ()])
@@ -42,13 +42,13 @@ def test_a_second_group_needs_a_port_of_its_own(ports: tuple[int, ...]) -> None:
     group, devices = cards(None, None, ports=ports)
     assert group.reserve("big.1", NEED) == ""
     told, has = ("of device_ports 16666 ", "16666") if ports else ("", "its own")
-    assert group.refusal("big.2", NEED) == (
+    assert group.rejection_reason("big.2", NEED) == (
         f"no port {told}is free for the communication of big.2: "
         f"big.1 has {has} on ascend:0; big.1 has {has} on ascend:1"
     )
-    assert group.refusal("big.2", NEED, without=["big.1"]) == ""
+    assert group.rejection_reason("big.2", NEED, excluding=["big.1"]) == ""
     group.release("big.1")
-    assert (group.reserve("big.2", NEED), [{*each.promised} for each in devices]) == ("", [{"big.2"}] * 2)
+    assert (group.reserve("big.2", NEED), [{*each.reserved} for each in devices]) == ("", [{"big.2"}] * 2)
 
 
 def test_it_has_the_first_port_that_is_free_on_all_cards() -> None:
@@ -69,10 +69,10 @@ def test_it_has_the_first_port_that_is_free_on_all_cards() -> None:
 def test_who_waits_is_told_when_all_cards_are_free_again() -> None:
     group, devices = cards(None, None)
     group.reserve("big.1", NEED)
-    group.will_leave(["big.1"])
+    group.mark_leaving(["big.1"])
     assert (group.leaving, {*devices[1].leaving}) == ({"big.1"}, {"big.1"})
     told: list[str] = []
-    group.wait("big.2", lambda: told.append(group.refusal("big.2", NEED)))
+    group.wait_for_release("big.2", lambda: told.append(group.rejection_reason("big.2", NEED)))
     assert group.waiting == {"big.2"}
     group.release("big.1")
     assert (told, group.leaving, group.reserve("big.2", NEED), group.waiting) == (["", ""], set(), "", set())
@@ -80,5 +80,5 @@ def test_who_waits_is_told_when_all_cards_are_free_again() -> None:
 
 def test_a_card_says_itself_what_is_free() -> None:
     group, devices = cards(None, None)
-    group.said_free(7 * MIB, 1)
-    assert [each.free for each in devices] == [None, 7 * MIB]
+    group.set_free_bytes(7 * MIB, 1)
+    assert [each.free_bytes for each in devices] == [None, 7 * MIB]

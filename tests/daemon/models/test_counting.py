@@ -10,7 +10,7 @@ import pytest
 from weightd.daemon.config.batching import Batching, Split
 from weightd.daemon.host.ends import End
 from weightd.daemon.meters.meter import Meter
-from weightd.daemon.models.rows import told
+from weightd.daemon.models.rows import describe_batching
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Attached, Broken, Failed, Ping, Pong, Unequal
 from weightd.protocol.messages.findings import Rows
@@ -28,7 +28,7 @@ def counted(meter: Meter) -> tuple[int, int, int, int]:
 
 def test_how_long_requests_take_wait_and_run() -> None:
     stage = Stage(workers=1)
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.serving()
     first, second = stage.some(2)
     stage.now += 0.3
@@ -49,7 +49,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
 
 def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:
     stage = Stage(workers=1, batching=Batching(64))
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     first, second, third = stage.some(3)
     # Once all that comes with them has been taken in.
@@ -64,7 +64,7 @@ def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> N
 
 def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
     stage = Stage()
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.serving()
     assert counted(meter) == (0, 0, 0, 0)
     stage.dies(W1)
@@ -80,25 +80,25 @@ def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
 
 def test_another_generation_is_no_restart() -> None:
     stage = Stage()
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.serving().updated(2)
     assert counted(meter) == (0, 0, 0, 0)
 
 
 def test_a_generation_that_follows_one_that_was_lost_is() -> None:
     stage = Stage(CARD)
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.serving()
     stage.dies(HOLDER)
     for name in (W1, W2):
-        stage.model.exited(name, End(0), stage.now)
+        stage.model.on_exit(name, End(0), stage.now)
     stage.passes(60.0)
     assert counted(meter) == (1, len(stage.of(2)), 0, 0) == (1, 3, 0, 0)
 
 
 def test_a_worker_that_does_not_reproduce_the_canary() -> None:
     stage = Stage()
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.pinned().builds()
     stage.says(W1, Attached("another", 0))
     assert counted(meter)[2] == 1
@@ -111,7 +111,7 @@ def test_a_worker_that_does_not_reproduce_the_canary() -> None:
 
 def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
     stage = Stage(batching=Batching(8))
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     for name in (W1, W2):
         stage.says(name, Unequal("they differ"))
@@ -120,12 +120,12 @@ def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
 
 def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
     stage = Stage(batching=Batching(8), split=Split(4))
-    meter, names = stage.model.desk.meter, stage.model.desk.names
+    meter, names = stage.model.dispatcher.meter, stage.model.dispatcher.names
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     a, b = names.number("tenant a"), names.number("tenant b")
 
     def apart(name: str) -> frozenset[int]:
-        seat = stage.model.desk.scheduler.seats.of(name)
+        seat = stage.model.dispatcher.scheduler.seats.of(name)
         assert seat is not None
         assert (seat.terms.max_rows, seat.terms.is_exact) == (8, True)
         return seat.terms.apart
@@ -139,26 +139,26 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
     assert apart(W1) == {a, b}
     assert counted(meter)[3] == 2
     [generation] = stage.model.generations
-    assert told(stage.model.config, generation).endswith(
+    assert describe_batching(stage.model.config, generation).endswith(
         "tested bit-equal, requests of tenant a, tenant b share no predict and run in one piece: "
         "output y differs, output z differs"
     )
     # More are not remembered: then it is nobody's.
     stage.says(W1, Unequal("many differ", tuple(range(limits.MAX_TENANTS))))
-    seat = stage.model.desk.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.seats.of(W1)
     assert seat is not None
     assert (seat.terms.max_rows, seat.terms.is_exact) == (1, False)
 
 
 def test_ranks_are_lost_together_and_started_together() -> None:
     stage = Cut()
-    meter = stage.model.desk.meter
+    meter = stage.model.dispatcher.meter
     stage.serving()
     ranks = stage.of(1)
     assert counted(meter) == (0, 0, 0, 0)
-    stage.model.exited(ranks[-1], End(-signal.SIGSEGV), stage.now)
+    stage.model.on_exit(ranks[-1], End(-signal.SIGSEGV), stage.now)
     for name in ranks[:-1]:
-        stage.model.exited(name, End(-signal.SIGKILL), stage.now)
+        stage.model.on_exit(name, End(-signal.SIGKILL), stage.now)
     stage.now += 60.0
     stage.model.tick(stage.now)
     stage.pinned()
@@ -168,7 +168,7 @@ def test_ranks_are_lost_together_and_started_together() -> None:
 
 def test_a_process_that_serves_several_models_is_lost_to_each() -> None:
     home = Home().serving()
-    meters = [model.desk.meter for model in home.models.values()]
+    meters = [model.dispatcher.meter for model in home.models.values()]
     home.says(P1, Broken("it cannot go on"))
     home.ends(P1, End(1)).later()
     assert P2 in home.host.spawned

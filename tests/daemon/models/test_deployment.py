@@ -50,7 +50,7 @@ class Life:
         self.numbers = itertools.count(first)
         self.woken = 0
         self.there: dict[str, Generation] = {}
-        terms = Terms(2, 500.0, outlives_holder=frozen)
+        terms = Terms(2, 500.0, can_outlive_holder=frozen)
         self.deployment = Deployment(self.device, terms, Succession(policy, fall_back, EACH), self.make, self.wake)
         self.deployment.start(FIRST)
 
@@ -85,39 +85,39 @@ class Life:
 
     @property
     def coming(self) -> str:
-        return self.deployment.coming.label if self.deployment.coming else ""
+        return self.deployment.loading.label if self.deployment.loading else ""
 
     @property
     def standing(self) -> tuple[str, str, list[str]]:
         """Who serves, who comes and who leaves."""
-        return self.serving, self.coming, [each.label for each in self.deployment.leaving]
+        return self.serving, self.coming, [each.label for each in self.deployment.draining]
 
     def pinned(self, source: Source = FIRST) -> Life:
-        self.deployment.pinned(source, Snapshot("", "", SHA, WEIGHTS), self.now)
+        self.deployment.on_snapshot_taken(source, Snapshot("", "", SHA, WEIGHTS), self.now)
         return self
 
     def greets(self, label: str) -> Life:
         for name in list(self.there[label].children):
-            self.there[label].hello(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
+            self.there[label].on_hello(name, Hello(name, SHA, {"weightd": VERSION}, CARD), self.now)
         return self.settled()
 
     def builds(self, label: str, device: DeviceMemory | None = None) -> Life:
         """Everybody says hello, and the holder builds."""
         self.greets(label)
-        handle = "/store" if self.there[label].terms.sharing else ""
+        handle = "/store" if self.there[label].spec.is_sharing else ""
         built = Built(handle, (X,), (X,), (), "canary", 1, device=device)
-        self.there[label].holder_built(f"{label}.holder", built, self.now)
+        self.there[label].on_holder_built(f"{label}.holder", built, self.now)
         return self.settled()
 
     def cannot(self, label: str, cause: str, *, no_room: bool = False) -> Life:
         """Everybody says hello, and the holder cannot build."""
         self.greets(label)
-        self.there[label].broken(f"{label}.holder", Broken(cause, no_room=no_room), self.now)
+        self.there[label].on_process_failed(f"{label}.holder", Broken(cause, no_room=no_room), self.now)
         return self.settled()
 
     def attaches(self, *names: str) -> Life:
         for name in names:
-            self.there[name.rpartition(".")[0]].attached(name, ATTACHED, self.now)
+            self.there[name.rpartition(".")[0]].on_attached(name, ATTACHED, self.now)
             self.settled()
         return self
 
@@ -127,7 +127,7 @@ class Life:
 
     def exit(self, *names: str) -> Life:
         for name in names:
-            self.there[name.rpartition(".")[0]].exited(name, End(-signal.SIGSEGV), self.now)
+            self.there[name.rpartition(".")[0]].on_exit(name, End(-signal.SIGSEGV), self.now)
             self.settled()
         return self
 
@@ -144,7 +144,7 @@ class Life:
         return self
 
     def tick_when_due(self) -> Life:
-        self.now = max(self.now, self.deployment.next_tick)
+        self.now = max(self.now, self.deployment.next_tick_at)
         self.deployment.tick(self.now)
         return self
 
@@ -170,13 +170,13 @@ def updating(policy: Policy = Policy.AUTO, capacity: int | None = None) -> Life:
 def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest.LogCaptureFixture) -> None:
     life = Life()
     for label in ("m.1", "m.2", "m.3"):
-        assert (life.coming, life.deployment.failed) == (label, False)
+        assert (life.coming, life.deployment.has_failed) == (label, False)
         life.pinned().is_lost(label)
         assert life.deployment.cause == f"{label}.holder: killed by SIGSEGV"
         if label != "m.3":
-            assert life.deployment.busy
+            assert life.deployment.is_busy
             life.tick_when_due()
-    assert (life.deployment.failed, life.deployment.next_tick) == (True, FOREVER)
+    assert (life.deployment.has_failed, life.deployment.next_tick_at) == (True, FOREVER)
     # Each is told once. A person is needed once nothing else is tried.
     told = [(each.levelname, each.getMessage()) for each in caplog.records if "failed" in each.getMessage()]
     assert told == [
@@ -193,7 +193,7 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
     life = Life()
     assert life.did() == ["Pin m.1"]
     # What becomes of another source is not its concern.
-    life.pinned(SECOND).deployment.pin_failed(SECOND, "no such file", life.now)
+    life.pinned(SECOND).deployment.on_snapshot_failed(SECOND, "no such file", life.now)
     assert life.did() == []
     life.pinned().builds("m.1")
     assert life.standing == ("", "m.1", [])
@@ -206,23 +206,23 @@ def test_the_first_one_serves_as_soon_as_one_worker_is_ready() -> None:
 
 def test_it_falls_back_to_private_weights_once() -> None:
     life = Life(fall_back=True).pinned().cannot("m.1", "no sharing")
-    assert (life.standing, life.deployment.failed) == (("", "m.2", ["m.1"]), False)
+    assert (life.standing, life.deployment.has_failed) == (("", "m.2", ["m.1"]), False)
     life.pinned()
-    assert life.device.promised["m.2"] == Need(WEIGHTS, 2, 2, 3, EACH)
-    assert not life.there["m.2"].terms.sharing
+    assert life.device.reserved["m.2"] == Need(WEIGHTS, 2, 2, 3, EACH)
+    assert not life.there["m.2"].spec.is_sharing
     life.cannot("m.2", "no memory")
-    assert (life.deployment.failed, life.deployment.cause) == (True, "m.2.holder: no memory")
+    assert (life.deployment.has_failed, life.deployment.cause) == (True, "m.2.holder: no memory")
 
 
 @pytest.mark.parametrize("fall_back", [False, True])
 def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool) -> None:
     """What an earlier process had comes free late; copies in each process would need more."""
     life = Life(fall_back=fall_back)
-    end, label = life.now + life.deployment.terms.room_timeout, ""
-    while not life.deployment.failed:
+    end, label = life.now + life.deployment.spec.memory_timeout_s, ""
+    while not life.deployment.has_failed:
         label = life.tick_when_due().coming if life.coming == "" else life.coming
         life.pinned().cannot(label, "ret:207001", no_room=True)
-        assert life.there[label].terms.sharing
+        assert life.there[label].spec.is_sharing
         life.all_leave(label)
     assert end <= life.now < end + 3.0
     assert life.deployment.cause == f"{label}.holder: ret:207001"
@@ -234,18 +234,18 @@ def test_a_holder_that_finds_no_room_is_tried_again_for_a_while(fall_back: bool)
 def test_what_it_learns_counts_for_the_next_one_too() -> None:
     life = Life(frozen=True).pinned().builds("m.1", DeviceMemory(1000 * MIB, 500 * MIB))
     memory, generation = DeviceMemory(1000 * MIB, 470 * MIB), life.there["m.1"]
-    generation.attached("m.1.w1", Attached("canary", 1, device=memory), life.now)
-    life.deployment.told(generation, memory)
-    life.deployment.told(generation, None)
-    assert (life.device.free, life.device.promised["m.1"].process_bytes) == (470 * MIB, 30 * MIB)
+    generation.on_attached("m.1.w1", Attached("canary", 1, device=memory), life.now)
+    life.deployment.on_device_memory(generation, memory)
+    life.deployment.on_device_memory(generation, None)
+    assert (life.device.free_bytes, life.device.reserved["m.1"].process_bytes) == (470 * MIB, 30 * MIB)
     life.settled().attaches("m.1.w2").exit("m.1.holder").pinned()
-    assert life.device.promised["m.2"].process_bytes == 30 * MIB
+    assert life.device.reserved["m.2"].process_bytes == 30 * MIB
 
 
 def waiting() -> tuple[Life, Life]:
     """One that serves and will leave, and one of another model that waits for its room."""
     leaving = Life(capacity=ONE).loads("m.1")
-    leaving.deployment.will_leave()
+    leaving.deployment.mark_leaving()
     return leaving, Life(device=leaving.device, first=2).pinned()
 
 
@@ -259,16 +259,16 @@ def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogC
     leaving, life = waiting()
     for _ in range(3):
         # Until then nobody looks.
-        assert (life.woken, life.deployment.next_tick) == (0, FOREVER)
+        assert (life.woken, life.deployment.next_tick_at) == (0, FOREVER)
         life.settled()
     leaving.deployment.drain(leaving.now)
     leaving.exit("m.1.w1", "m.1.w2")
-    assert (life.woken, list(life.device.promised)) == (0, ["m.1"])
+    assert (life.woken, list(life.device.reserved)) == (0, ["m.1"])
     leaving.exit("m.1.holder")
-    assert (life.woken, life.deployment.next_tick, life.device.leaving) == (1, 0.0, set())
+    assert (life.woken, life.deployment.next_tick_at, life.device.leaving) == (1, 0.0, set())
     life.deployment.tick(life.now)
-    assert (list(life.device.promised), life.coming) == (["m.2"], "m.2")
-    assert life.now < life.deployment.next_tick < FOREVER
+    assert (list(life.device.reserved), life.coming) == (["m.2"], "m.2")
+    assert life.now < life.deployment.next_tick_at < FOREVER
     assert caplog.messages.count("m.2 waits for the room of m.1") == 1
     leaving.device.release("m.1")
     assert life.woken == 1
@@ -279,9 +279,9 @@ def test_who_comes_too_late_for_what_was_released_is_refused() -> None:
     other = Life(device=leaving.device, first=3).pinned()
     leaves(leaving)
     for each in (life, other):
-        assert each.deployment.next_tick == 0.0
+        assert each.deployment.next_tick_at == 0.0
         each.deployment.tick(each.now)
-    assert (list(life.device.promised), other.deployment.failed) == (["m.2"], True)
+    assert (list(life.device.reserved), other.deployment.has_failed) == (["m.2"], True)
     assert "m.2 has 132 MiB" in other.deployment.cause
 
 
@@ -291,19 +291,19 @@ def test_one_that_is_given_up_while_it_waits_for_room_is_not_told_and_not_due_fo
     if woken:
         leaves(leaving)
     if ends == "no snapshot":
-        life.deployment.pin_failed(FIRST, "gone", life.now)
+        life.deployment.on_snapshot_failed(FIRST, "gone", life.now)
     else:
         life.deployment.drain(life.now)
     if not woken:
         leaves(leaving)
-    assert (life.woken, life.deployment.next_tick) == (woken, FOREVER)
+    assert (life.woken, life.deployment.next_tick_at) == (woken, FOREVER)
 
 
 def test_it_does_not_wait_for_room_that_would_not_do() -> None:
     leaving = Life(capacity=ONE).loads("m.1")
-    leaving.deployment.will_leave()
-    leaving.device.capacity = ONE - 1
-    assert Life(device=leaving.device, first=2).pinned().deployment.failed
+    leaving.deployment.mark_leaving()
+    leaving.device.capacity_bytes = ONE - 1
+    assert Life(device=leaving.device, first=2).pinned().deployment.has_failed
 
 
 # --- renewal --------------------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_a_frozen_one_is_renewed_beside_it_and_left_when_the_next_is_complete() 
     assert life.standing == ("m.2", "", ["m.1"])
     assert life.passed_on() == ["Dismiss m.1.w1", "Dismiss m.1.w2", "Enlist m.2.w1", "Enlist m.2.w2"]
     life.all_leave("m.1")
-    assert (life.did(), list(life.device.promised)) == (["Forget m.1"], ["m.2"])
+    assert (life.did(), list(life.device.reserved)) == (["Forget m.1"], ["m.2"])
 
 
 def test_replacing_waits_until_the_old_one_is_gone() -> None:
@@ -336,15 +336,15 @@ def test_replacing_waits_until_the_old_one_is_gone() -> None:
 def test_auto_replaces_only_where_there_is_no_room_beside(capacity: int, leaves: bool) -> None:
     life = frozen(Policy.AUTO, capacity).pinned()
     assert life.standing == (("", "m.2", ["m.1"]) if leaves else ("m.1", "m.2", []))
-    assert ("m.2" in life.device.promised) is not leaves
+    assert ("m.2" in life.device.reserved) is not leaves
     if leaves:
-        assert list(life.all_leave("m.1").device.promised) == ["m.2"]
+        assert list(life.all_leave("m.1").device.reserved) == ["m.2"]
 
 
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.REPLACE])
 def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Policy) -> None:
     life = frozen(policy, ONE)
-    life.device.capacity = ONE - 1
+    life.device.capacity_bytes = ONE - 1
     assert life.pinned().serving == "m.1"
     assert "no room: m.2 needs" in life.deployment.cause
     assert "m.1 has" not in life.deployment.cause
@@ -356,8 +356,8 @@ def test_overlapping_without_room_it_goes_on_with_what_is_left_and_tries_later_a
     for number in range(2, 2 + MAX_FAILED_STARTS + 1):
         assert life.standing == ("m.1", f"m.{number}", [])
         life.pinned()
-        assert (life.standing, life.deployment.busy, life.deployment.failed) == (("m.1", "", []), True, False)
-        waits.append(life.deployment.next_tick - life.now)
+        assert (life.standing, life.deployment.is_busy, life.deployment.has_failed) == (("m.1", "", []), True, False)
+        waits.append(life.deployment.next_tick_at - life.now)
         life.tick_when_due()
     assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert "m.1 has 132 MiB" in life.deployment.cause
@@ -371,7 +371,7 @@ def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_lo
     assert life.coming == "m.3"
     life.is_lost("m.2").loads("m.3").exit("m.3.holder")
     assert life.coming == ""
-    assert life.deployment.next_tick == pytest.approx(life.now + 0.1)
+    assert life.deployment.next_tick_at == pytest.approx(life.now + 0.1)
     assert life.tick_when_due().coming == "m.4"
 
 
@@ -381,12 +381,12 @@ def test_one_that_is_invalid_is_followed_at_once_and_later_if_it_did_not_live_lo
 @pytest.mark.parametrize("policy", list(Policy))
 def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Policy) -> None:
     life = updating(policy).pinned(SECOND).builds("m.2").attaches("m.2.w1")
-    assert (life.deployment.complete, life.deployment.updating) == (False, True)
+    assert (life.deployment.is_update_ready, life.deployment.is_updating) == (False, True)
     life.attaches("m.2.w2")
-    assert (life.deployment.complete, life.deployment.updating) == (True, True)
+    assert (life.deployment.is_update_ready, life.deployment.is_updating) == (True, True)
     assert (life.standing, life.passed_on()) == (("m.1", "m.2", []), [])
-    life.deployment.switch(life.now)
-    assert (life.deployment.complete, life.deployment.updating) == (False, False)
+    life.deployment.switch_to_loaded(life.now)
+    assert (life.deployment.is_update_ready, life.deployment.is_updating) == (False, False)
     assert life.standing == ("m.2", "", ["m.1"])
     assert life.passed_on() == ["Dismiss m.1.w1", "Dismiss m.1.w2", "Enlist m.2.w1", "Enlist m.2.w2"]
 
@@ -394,9 +394,9 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Policy) -> 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_nobody_leaves_for_an_update_that_has_no_room(policy: Policy) -> None:
     life = updating(policy, 2 * ONE - 1).pinned(SECOND)
-    assert (life.standing, life.deployment.updating, life.deployment.busy) == (("m.1", "", []), False, False)
+    assert (life.standing, life.deployment.is_updating, life.deployment.is_busy) == (("m.1", "", []), False, False)
     assert life.deployment.cause.startswith("ascend:0 has no room: m.2 needs 132 MiB")
-    assert not life.deployment.failed
+    assert not life.deployment.has_failed
 
 
 def test_an_update_that_not_every_worker_can_load_does_not_take_over() -> None:
@@ -411,24 +411,24 @@ def test_an_update_can_be_abandoned_once_and_is_not_tried_again() -> None:
     life = updating().loads("m.2", SECOND)
     life.deployment.abandon("another device failed", life.now)
     life.deployment.abandon("twice", life.now)
-    life.deployment.switch(life.now)
+    life.deployment.switch_to_loaded(life.now)
     assert (life.standing, life.passed_on()) == (("m.1", "", ["m.2"]), ["Dismiss m.2.w1", "Dismiss m.2.w2"])
     assert life.deployment.cause == "another device failed"
     life.is_lost("m.2")
-    assert (life.standing, life.deployment.busy, life.deployment.failed) == (("m.1", "", []), False, False)
+    assert (life.standing, life.deployment.is_busy, life.deployment.has_failed) == (("m.1", "", []), False, False)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_lost_during_an_update_is_loaded_again_only_if_that_fails(fails: bool) -> None:
     life = updating().pinned(SECOND).exit("m.1.holder")
-    assert (life.standing, life.deployment.busy) == (("", "m.2", ["m.1"]), True)
+    assert (life.standing, life.deployment.is_busy) == (("", "m.2", ["m.1"]), True)
     if fails:
         life.exit("m.2.holder")
         assert life.there[life.coming].source == FIRST
     else:
-        life.builds("m.2").attaches("m.2.w1", "m.2.w2").deployment.switch(life.now)
+        life.builds("m.2").attaches("m.2.w1", "m.2.w2").deployment.switch_to_loaded(life.now)
         life.is_lost("m.1")
-        assert (life.standing, life.deployment.busy) == (("m.2", "", []), False)
+        assert (life.standing, life.deployment.is_busy) == (("m.2", "", []), False)
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -448,8 +448,8 @@ def test_what_is_lost_can_be_updated_and_is_tried_on_if_that_fails(loads: bool, 
         life.deployment.tick(life.now)
         assert life.there[life.coming].source == FIRST
     else:
-        life.loads(label, SECOND).deployment.switch(life.now)
-        assert (life.standing[:2], life.deployment.busy, life.deployment.is_lost) == ((label, ""), False, False)
+        life.loads(label, SECOND).deployment.switch_to_loaded(life.now)
+        assert (life.standing[:2], life.deployment.is_busy, life.deployment.is_lost) == ((label, ""), False, False)
 
 
 @pytest.mark.parametrize("steps", range(8))
@@ -472,5 +472,5 @@ def test_it_can_be_wound_down_at_every_moment(steps: int) -> None:
     for label in list(life.there):
         life.all_leave(label)
     assert not any(each.startswith(("Spawn", "Pin", "Enlist")) for each in life.did())
-    assert (life.standing, life.device.promised) == (("", "", []), {})
-    assert (life.deployment.next_tick, life.deployment.failed) == (FOREVER, False)
+    assert (life.standing, life.device.reserved) == (("", "", []), {})
+    assert (life.deployment.next_tick_at, life.deployment.has_failed) == (FOREVER, False)

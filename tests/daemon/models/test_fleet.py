@@ -93,7 +93,7 @@ class Yard:
 
     def serving(self) -> list[tuple[str, ModelConfig]]:
         """Who serves by now, each with its configuration."""
-        self.fleet.settle(0.0)
+        self.fleet.reconcile(0.0)
         return [(name, model.config) for name, model in self.fleet.models.items()]
 
 
@@ -120,15 +120,15 @@ def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
     b.desk.idle, b.deaths = False, 3
     assert yard.reload(a=ONE) == Change((), (), ("b",))
     assert yard.serving() == [("a", ONE)]
-    assert (b.done, len(yard.fleet.everyone())) == (["will leave"], 2)
+    assert (b.done, len(yard.fleet.all_models())) == (["will leave"], 2)
     b.desk.idle = True
     for _ in range(2):
-        yard.fleet.settle(0.0)
+        yard.fleet.reconcile(0.0)
         assert b.done == ["will leave", "drain 0"]
     b.gone = True
-    yard.fleet.settle(0.0)
+    yard.fleet.reconcile(0.0)
     assert b.done == ["will leave", "drain 0", "dispose"]
-    assert (len(yard.fleet.everyone()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, [])
+    assert (len(yard.fleet.all_models()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, [])
 
 
 def test_a_changed_model_takes_over_once_it_is_complete() -> None:
@@ -143,11 +143,11 @@ def test_a_changed_model_takes_over_once_it_is_complete() -> None:
         assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
     # A worker that dies while it leaves: what it had is the new one's.
     old.desk.scheduler.line.count = 1
-    yard.fleet.settle(0.0)
+    yard.fleet.reconcile(0.0)
     assert new.done[2:] == ["adopt /models/1.onnx"]
     old.gone = True
-    yard.fleet.settle(0.0)
-    assert [each.config for each in yard.fleet.everyone()] == [TWO]
+    yard.fleet.reconcile(0.0)
+    assert [each.config for each in yard.fleet.all_models()] == [TWO]
 
 
 def test_where_the_same_is_loaded_for_the_change_nothing_is() -> None:
@@ -198,9 +198,9 @@ def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothin
     yard.made[0].desk.idle = False
     yard.reload(a=TWO)
     yard.reload()
-    assert (yard.made[1].draining, len(yard.fleet.everyone())) == (True, 2)
+    assert (yard.made[1].draining, len(yard.fleet.all_models())) == (True, 2)
     yard.reload(a=TWO)
-    yard.fleet.settle(0.0)
+    yard.fleet.reconcile(0.0)
     assert (yard.made[0].done, yard.made[2].done) == (["will leave"], ["start"])
 
 

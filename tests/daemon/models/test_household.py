@@ -60,11 +60,11 @@ class Home:
     def pinned(self, *names: str) -> Home:
         for name in names or NAMES:
             source = next(each for each in reversed(self.host.pinned) if each.path == f"/{name}.mindir")
-            self.models[name].pinned(source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now)
+            self.models[name].on_snapshot_taken(source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now)
         return self
 
     def says(self, child: str, message: ChildMessage) -> Home:
-        self.models["one"].heard(child, message, (), self.now)
+        self.models["one"].on_message(child, message, (), self.now)
         return self
 
     def loads(self, child: str = P1) -> Home:
@@ -89,7 +89,7 @@ class Home:
         return self.says(child, Result(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
     def ends(self, child: str, end: End) -> Home:
-        self.models["one"].exited(child, end, self.now)
+        self.models["one"].on_exit(child, end, self.now)
         return self
 
     def later(self) -> Home:
@@ -113,12 +113,12 @@ def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() ->
     told = json.loads(home.host.programs[P1].members)
     assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
     assert [each["pinned"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
-    assert [*home.device.promised] == ["g@group.1"]
+    assert [*home.device.reserved] == ["g@group.1"]
 
 
 def test_each_model_takes_what_is_its_own_and_has_its_turn() -> None:
     home = Home().serving()
-    assert [model.serves for model in home.models.values()] == [True, True]
+    assert [model.is_serving for model in home.models.values()] == [True, True]
     first, second, other = home.asks("one"), home.asks("one"), home.asks("two")
     assert home.given() == [(P1, first, 0)]
     home.answers(first)
@@ -154,7 +154,7 @@ def test_all_come_again_and_nothing_that_waits_is_lost(loss: Any) -> None:
     running, waits = home.asks("one"), home.asks("two")
     home.given()
     loss(home, running)
-    assert not any(model.serves for model in home.models.values())
+    assert not any(model.is_serving for model in home.models.values())
     home.later()
     assert home.host.spawned == [P1, P2]
     home.loads(P2)
@@ -171,21 +171,21 @@ def test_all_come_again_and_nothing_that_waits_is_lost(loss: Any) -> None:
 def test_without_the_snapshot_of_one_none_is_served() -> None:
     home = Home().pinned("one")
     source = next(each for each in home.host.pinned if each.path == "/two.mindir")
-    home.models["two"].pin_failed(source, "no such file", home.now)
+    home.models["two"].on_snapshot_failed(source, "no such file", home.now)
     assert [model.has_failed for model in home.models.values()] == [True, True]
-    assert "two: no such file" in home.models["one"].unready(home.now)
+    assert "two: no such file" in home.models["one"].unready_reason(home.now)
 
 
 def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_its_models() -> None:
     home = Home().pinned("one")
     source = next(each for each in home.host.pinned if each.path == "/two.mindir")
-    home.models["two"].pin_failed(source, "no such file", home.now, transient=True)
-    assert [model.retry_in(home.now) for model in home.models.values()] == [1.0, 1.0]
+    home.models["two"].on_snapshot_failed(source, "no such file", home.now, is_transient=True)
+    assert [model.retry_delay_s(home.now) for model in home.models.values()] == [1.0, 1.0]
     home.later()
     assert not any(model.has_failed for model in home.models.values())
     assert sorted(each.path for each in home.host.pinned) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
     home.pinned().loads(P2)
-    assert all(model.serves for model in home.models.values())
+    assert all(model.is_serving for model in home.models.values())
 
 
 def test_none_is_updated_alone() -> None:
@@ -197,20 +197,20 @@ def test_none_is_updated_alone() -> None:
 def test_the_process_goes_with_the_last_of_them() -> None:
     home = Home().serving()
     home.models["one"].drain(home.now)
-    assert home.models["two"].serves
+    assert home.models["two"].is_serving
     asked = home.asks("two")
     assert home.given() == [(P1, asked, 1)]
     home.answers(asked)
     home.models["two"].drain(home.now)
     home.ends(P1, End(0))
-    assert [model.gone for model in home.models.values()] == [True, True]
-    assert (home.device.promised, home.models["one"].record()) == ({}, None)
+    assert [model.is_gone for model in home.models.values()] == [True, True]
+    assert (home.device.reserved, home.models["one"].record()) == ({}, None)
 
 
 def test_nobody_is_to_wait_for_its_room_while_one_of_them_is_served() -> None:
     """One was removed, and what the other one is to become needs the room: it would wait for ever."""
     home = Home().serving()
-    home.models["two"].will_leave()
+    home.models["two"].mark_leaving()
     assert [*home.device.leaving] == []
-    home.models["one"].will_leave()
+    home.models["one"].mark_leaving()
     assert [*home.device.leaving] == ["g@group.1"]

@@ -16,7 +16,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.models.budget import Device, Need
-from weightd.daemon.models.rows import told
+from weightd.daemon.models.rows import describe_batching
 from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import (
     FailedPrecondition,
@@ -45,9 +45,9 @@ def test_it_loads_as_its_generation_wants() -> None:
     assert [type(order) for _, order in host.orders] == [Build, Attach]
     assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
     stage.says(W1, ATTACHED)
-    assert (stage.model.serves, stage.model.complete, stage.model.main.complete) == (True, False, False)
+    assert (stage.model.is_serving, stage.model.is_complete, stage.model.main_generation.is_complete) == (True, False, False)
     stage.says(W2, ATTACHED)
-    assert (stage.model.complete, stage.model.main.complete) == (True, True)
+    assert (stage.model.is_complete, stage.model.main_generation.is_complete) == (True, True)
 
 
 @pytest.mark.parametrize("copies", ["one", "each"])
@@ -89,7 +89,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
-    seat = stage.model.desk.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.seats.of(W1)
     assert seat is not None
     assert seat.terms.max_rows == (before.max_rows if most is None else most)
     if most is not None:
@@ -102,11 +102,11 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
     stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), equal=True)))
-    seat = stage.model.desk.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.seats.of(W1)
     assert seat is not None
     assert (seat.terms.max_rows, seat.terms.part_rows) == (1, 4)
     [generation] = stage.model.generations
-    assert told(stage.model.config, generation) == (
+    assert describe_batching(stage.model.config, generation) == (
         "requests of more than 4 rows run in parts, tested bit-equal, none share a predict: input s has no rows"
     )
 
@@ -119,12 +119,12 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
     stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), equal=True)))
-    seat = stage.model.desk.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.seats.of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
     assert [seat.terms.cuts(form, "") for each in asked if (form := seat.terms.form(each)) is not None] == cut
     [generation] = stage.model.generations
-    assert ("of the canary's dimensions" in told(stage.model.config, generation)) == exact
+    assert ("of the canary's dimensions" in describe_batching(stage.model.config, generation)) == exact
 
 
 def test_other_bounds_for_rows_hold_at_once() -> None:
@@ -143,18 +143,18 @@ def test_other_bounds_for_rows_hold_at_once() -> None:
 )
 def test_only_auto_on_a_card_falls_back_to_copies_in_each_process(sharing: str, device: str, falls_back: bool) -> None:
     stage = Stage(CARD, devices=(device,), sharing=sharing).pinned()
-    assert stage.model.main.terms.sharing == (sharing != "off")
+    assert stage.model.main_generation.spec.is_sharing == (sharing != "off")
     stage.says(HOLDER, Broken("it cannot share"))
-    assert [each.terms.sharing for each in stage.model.generations if each.label != "digits.1"] == [False] * falls_back
+    assert [each.spec.is_sharing for each in stage.model.generations if each.label != "digits.1"] == [False] * falls_back
     assert stage.model.has_failed != falls_back
 
 
 def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> None:
     stage = Stage(CARD, devices=("ascend:0",))
-    device = stage.model.deployments[0].device
+    device = stage.model.deployments[0].placement
     assert isinstance(device, Device)
     device.max_processes, device.leaving = 3, {"other.1"}
-    device.promised["other.1"] = Need(weights=100, copies=1, users=2, processes=3, process_bytes=10)
+    device.reserved["other.1"] = Need(weight_bytes=100, copy_count=1, worker_count=2, process_count=3, process_bytes=10)
     stage.pinned()
     assert stage.host.spawned == []
     device.release("other.1")
@@ -166,17 +166,17 @@ def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> 
 def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> None:
     slow = Stage()
     for _ in range(2):
-        assert slow.model.next_event == slow.now + slow.model.config.load_timeout
+        assert slow.model.next_event_at == slow.now + slow.model.config.load_timeout
         slow.now += 1.0
         slow.pinned()
     slow.passes(slow.model.config.load_timeout)
-    assert (slow.host.aborted, slow.model.next_event) == ([HOLDER], slow.now + 2.0)
+    assert (slow.host.aborted, slow.model.next_event_at) == ([HOLDER], slow.now + 2.0)
     stage = Stage()
-    stage.passes(stage.model.next_event - stage.now)
+    stage.passes(stage.model.next_event_at - stage.now)
     assert stage.host.unpinned == stage.host.pinned
     # What becomes of its process is of no interest any more.
-    stage.model.pin_failed(stage.host.pinned[0], "killed by SIGKILL", stage.now)
-    assert (stage.model.has_failed, stage.model.main.cause) == (True, "no snapshot within load_timeout, 600 s")
+    stage.model.on_snapshot_failed(stage.host.pinned[0], "killed by SIGKILL", stage.now)
+    assert (stage.model.has_failed, stage.model.main_generation.cause) == (True, "no snapshot within load_timeout, 600 s")
 
 
 def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known_what_fits() -> None:
@@ -184,7 +184,7 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
     good, bad, again = stage.submit(request(), request(BAD), request())
     stage.pinned().builds()
     [(number, code, text)] = stage.host.refusals
-    assert (number, code, stage.model.desk.failed) == (bad, "INVALID_ARGUMENT", 1)
+    assert (number, code, stage.model.dispatcher.failed) == (bad, "INVALID_ARGUMENT", 1)
     assert "x is missing" in text
     assert stage.host.predicts() == []
     stage.says(W1, ATTACHED)
@@ -195,16 +195,16 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
 
 def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wait() -> None:
     stage = Stage(max_queue=2)
-    stage.model.metadata(Waiter(b"a", "1"))
-    stage.model.metadata(Waiter(b"b", "2"))
+    stage.model.request_metadata(Waiter(b"a", "1"))
+    stage.model.request_metadata(Waiter(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 requests wait for the metadata already"):
-        stage.model.metadata(Waiter(b"c", "3"))
+        stage.model.request_metadata(Waiter(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):
         stage.some(1)
     assert stage.host.metadata == []
     stage.pinned().builds()
-    stage.model.metadata(Waiter(b"c", "3"))
+    stage.model.request_metadata(Waiter(b"c", "3"))
     assert [client for client, _ in stage.host.metadata] == [b"a", b"b", b"c"]
     told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
     assert stage.host.metadata[0][1] == told
@@ -224,7 +224,7 @@ def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
 ) -> None:
     rows = None if equal is None else Rows(("x",), ("y",), equal=equal)
     stage = Stage(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
-    stage.model.metadata(Waiter(b"a", "1"))
+    stage.model.request_metadata(Waiter(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
 
 
@@ -241,7 +241,7 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     stage.answers(stranger, number).says(stranger, Failed(number, "INTERNAL", "x", leaving=False))
     stage.says(W1, Result(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
-    desk = stage.model.desk
+    desk = stage.model.dispatcher
     assert (desk.latencies.count, desk.by_process[W1].count, desk.by_process[W2].count) == (1, 1, 0)
     assert (desk.latencies.percentile_us(50), desk.failed) == (250_000, 0)
 
@@ -259,23 +259,23 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage.answers(W2, two, four)
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
-    stage.model.exited(W1, End(75), stage.now)
-    assert (len(stage.host.refusals), stage.model.desk.failed) == (2, 2)
-    assert W1 not in stage.model.desk.by_process
+    stage.model.on_exit(W1, End(75), stage.now)
+    assert (len(stage.host.refusals), stage.model.dispatcher.failed) == (2, 2)
+    assert W1 not in stage.model.dispatcher.by_process
 
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
     stage = Stage(workers=1)
-    assert stage.model.unready(stage.now) == "digits: pinning"
+    assert stage.model.unready_reason(stage.now) == "digits: pinning"
     stage.serving()
-    assert stage.model.unready(stage.now + 30.0) == ""
-    assert stage.model.unready(stage.now + 30.1) == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
+    assert stage.model.unready_reason(stage.now + 30.0) == ""
+    assert stage.model.unready_reason(stage.now + 30.1) == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
     [number] = stage.some(1)
     stage.now += 20.0
     stage.answers(W1, number)
-    assert stage.model.unready(stage.now + 30.0) == ""
+    assert stage.model.unready_reason(stage.now + 30.0) == ""
     stage.dies(W1)
-    assert stage.model.unready(stage.now) == "digits: no worker is there; they are being replaced"
+    assert stage.model.unready_reason(stage.now) == "digits: no worker is there; they are being replaced"
 
 
 def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
@@ -343,7 +343,7 @@ NO_DROP_IN = (
 PRECONDITION, UNAVAILABLE = "FAILED_PRECONDITION", "UNAVAILABLE"
 HOLDER_2 = "digits.2.holder"
 FAILURES: dict[str, tuple[Callable[[Stage], object], str, str]] = {
-    "no snapshot": (lambda it: it.model.pin_failed(it.host.pinned[-1], "no file", it.now), PRECONDITION, "no file"),
+    "no snapshot": (lambda it: it.model.on_snapshot_failed(it.host.pinned[-1], "no file", it.now), PRECONDITION, "no file"),
     "no build": (lambda it: it.pinned().says(HOLDER_2, Broken("no model")), PRECONDITION, f"{HOLDER_2}: no model"),
     "killed": (lambda it: it.pinned().dies(HOLDER_2), UNAVAILABLE, f"{HOLDER_2}: killed by SIGSEGV"),
     "other inputs": (lambda it: it.pinned().builds(2, OTHER), PRECONDITION, NO_DROP_IN),
@@ -376,7 +376,7 @@ def test_an_update_is_given_up_when_it_is_drained() -> None:
         stage.model.drain(stage.now)
         assert stage.host.errors == [("u", "UNAVAILABLE", "not updated: weightd is stopping")]
         assert stage.host.unpinned == [new]
-        stage.model.pin_failed(new, "killed by SIGKILL", stage.now)
+        stage.model.on_snapshot_failed(new, "killed by SIGKILL", stage.now)
         stage.goes(1)
 
 
@@ -397,7 +397,7 @@ def test_an_update_that_cannot_be_is_refused(loaded: bool, path: str, error: typ
     stage = Stage().serving() if loaded else Stage().pinned().builds()
     with pytest.raises(error, match=text):
         stage.update(path, rollback=not path)
-    assert (len(stage.model.generations), stage.model.updating) == (1, False)
+    assert (len(stage.model.generations), stage.model.is_updating) == (1, False)
 
 
 def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> None:
@@ -409,7 +409,7 @@ def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> N
     stage.rollback().loads(4).goes(2)
     assert stage.host.pinned == [first, second]
     assert [(each.generations, each.path) for each in stage.host.updated] == [((2,), second.path), ((4,), first.path)]
-    assert (stage.model.main.source, stage.model.source, stage.host.unpinned) == (first, first, [second])
+    assert (stage.model.main_generation.source, stage.model.source, stage.host.unpinned) == (first, first, [second])
     with pytest.raises(FailedPrecondition) as caught:
         stage.rollback()
     went = "from /models/new.onnx to /models/digits.onnx"
@@ -441,8 +441,8 @@ def test_all_devices_take_over_together_and_if_one_cannot_none_does() -> None:
 def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way() -> None:
     stage = Stage(max_queue=2)
     for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
-        stage.model.metadata(Waiter(client.encode(), client, user))
-    stage.model.turn_away(lambda client: client == b"a", PermissionDenied("not any more"))
+        stage.model.request_metadata(Waiter(client.encode(), client, user))
+    stage.model.reject_metadata_requests(lambda client: client == b"a", PermissionDenied("not any more"))
     assert [told[:2] for told in stage.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"c"]
@@ -450,27 +450,27 @@ def test_of_those_who_wait_for_metadata_the_last_one_of_who_asks_most_gives_way(
 
 def test_when_it_fails_everyone_who_waits_or_comes_is_told_why() -> None:
     stage = Stage()
-    stage.model.metadata(Waiter(b"curious", "7"))
+    stage.model.request_metadata(Waiter(b"curious", "7"))
     [number] = stage.some(1)
-    stage.model.pin_failed(stage.host.pinned[0], "no such file", stage.now)
+    stage.model.on_snapshot_failed(stage.host.pinned[0], "no such file", stage.now)
     text = "digits failed: no such file"
     assert stage.host.refusals == [(number, "FAILED_PRECONDITION", text)]
     assert stage.host.errors == [("7", "FAILED_PRECONDITION", text)]
     with pytest.raises(FailedPrecondition, match=text):
         stage.some(1)
     with pytest.raises(FailedPrecondition, match=text):
-        stage.model.metadata(Waiter(b"curious", "8"))
-    assert stage.model.retry_in(stage.now) is None
-    assert (stage.model.has_failed, stage.model.unready(stage.now)) == (True, text)
+        stage.model.request_metadata(Waiter(b"curious", "8"))
+    assert stage.model.retry_delay_s(stage.now) is None
+    assert (stage.model.has_failed, stage.model.unready_reason(stage.now)) == (True, text)
     # It is gone only when it was told to go.
-    assert not stage.model.gone
+    assert not stage.model.is_gone
     stage.model.drain(stage.now)
-    assert stage.model.gone
+    assert stage.model.is_gone
 
 
 def failed(stage: Stage, *, transient: bool = True) -> Stage:
     """The snapshot that was asked for last cannot be taken."""
-    stage.model.pin_failed(stage.host.pinned[-1], "no such file", stage.now, transient=transient)
+    stage.model.on_snapshot_failed(stage.host.pinned[-1], "no such file", stage.now, is_transient=transient)
     return stage
 
 
@@ -480,15 +480,15 @@ def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off(
     for _ in range(9):
         with pytest.raises(Unavailable, match="digits failed: no such file"):
             stage.some(1)
-        delay = stage.model.retry_in(stage.now)
+        delay = stage.model.retry_delay_s(stage.now)
         assert delay is not None
         delays.append(delay)
         # Nothing is due before, and a tick before that changes nothing.
-        assert stage.model.next_event == stage.now + delay
+        assert stage.model.next_event_at == stage.now + delay
         stage.passes(0.9 * delay)
         assert stage.model.has_failed
         stage.passes(0.1 * delay + 1e-6)
-        assert (stage.model.has_failed, stage.model.retry_in(stage.now)) == (False, None)
+        assert (stage.model.has_failed, stage.model.retry_delay_s(stage.now)) == (False, None)
         failed(stage)
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     # Each attempt reads the files anew.
@@ -497,7 +497,7 @@ def test_a_model_that_failed_of_a_transient_cause_is_loaded_again_with_back_off(
     [number] = stage.some(1)
     stage.pinned().loads(11)
     assert stage.host.predicts() == [("digits.11.w1", number)]
-    assert stage.model.retry_in(stage.now) is None
+    assert stage.model.retry_delay_s(stage.now) is None
 
 
 def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_asked_for() -> None:
@@ -508,7 +508,7 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
     assert (stage.model.has_failed, stage.model.may_retry) == (False, False)
     stage.model.retry(stage.now)
     stage.pinned().loads(2)
-    assert (stage.model.serves, len(stage.host.pinned)) == (True, 2)
+    assert (stage.model.is_serving, len(stage.host.pinned)) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -517,22 +517,22 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: End) -> None:
     stage = Stage(workers=1).pinned()
     for number in itertools.count(1):
-        stage.model.exited(f"digits.{number}.holder", end, stage.now)
-        stage.model.exited(f"digits.{number}.w1", End(0), stage.now)
+        stage.model.on_exit(f"digits.{number}.holder", end, stage.now)
+        stage.model.on_exit(f"digits.{number}.w1", End(0), stage.now)
         if stage.model.has_failed:
             break
         stage.passes(10.0)
-    assert stage.model.retry_in(stage.now) == 1.0
+    assert stage.model.retry_delay_s(stage.now) == 1.0
     stage.passes(1.1)
     stage.pinned().loads(number + 1)
-    assert stage.model.serves
+    assert stage.model.is_serving
 
 
 @pytest.mark.parametrize("transient", [True, False])
 def test_a_model_that_has_failed_can_be_updated_and_is_retried_as_before_if_that_fails(transient: bool) -> None:
     stage = failed(Stage(workers=1), transient=transient)
     stage.update()
-    stage.model.pin_failed(stage.host.pinned[-1], "no model", stage.now)
+    stage.model.on_snapshot_failed(stage.host.pinned[-1], "no model", stage.now)
     assert stage.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
     assert stage.model.has_failed
     stage.passes(1.1)
@@ -547,7 +547,7 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
     stage.passes(5.0)
     assert len(stage.host.pinned) == 2
     stage.pinned().loads(2)
-    assert (stage.model.serves, [each.path for each in stage.host.updated]) == (True, ["/models/new.onnx"])
+    assert (stage.model.is_serving, [each.path for each in stage.host.updated]) == (True, ["/models/new.onnx"])
     with pytest.raises(FailedPrecondition, match="nothing to go back to"):
         stage.rollback()
 
@@ -555,7 +555,7 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
 def vanished(stage: Stage, child: str, lost: Lost = Lost.SNAPSHOT) -> Stage:
     """A process cannot be started, for files have vanished."""
     end = End(None, "the copy of the model in the cache folder is gone", not_started=True, lost=lost)
-    stage.model.exited(child, end, stage.now)
+    stage.model.on_exit(child, end, stage.now)
     return stage
 
 
@@ -566,7 +566,7 @@ def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> 
     assert (stage.host.pinned, stage.host.expected) == ([Source("/models/digits.onnx")] * 2, SHA)
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W2, number)]
-    assert "the copy of the model in the cache folder is gone" in stage.model.main.cause
+    assert "the copy of the model in the cache folder is gone" in stage.model.main_generation.cause
     assert stage.host.spawned == [HOLDER, W1, W2, W3]
     stage.answers(W2, number).pinned().loads(2)
     [number] = stage.some(1)
@@ -577,7 +577,7 @@ def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> 
 def test_what_is_another_model_by_now_is_not_loaded_in_its_place_but_an_update_is() -> None:
     stage = Stage().serving()
     vanished(stage.dies(W1), W3)
-    stage.model.pin_failed(stage.host.pinned[-1], "the file has changed", stage.now)
+    stage.model.on_snapshot_failed(stage.host.pinned[-1], "the file has changed", stage.now)
     stage.passes(10.0)
     # It is looked at again and again; who serves goes on.
     assert (len(stage.host.pinned), stage.host.expected) == (3, SHA)
@@ -601,7 +601,7 @@ def test_a_model_that_is_drained_is_not_retried() -> None:
     stage = failed(Stage(workers=1))
     stage.model.drain(stage.now)
     stage.passes(100.0)
-    assert (stage.model.gone, len(stage.host.pinned)) == (True, 1)
+    assert (stage.model.is_gone, len(stage.host.pinned)) == (True, 1)
 
 
 def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
@@ -615,15 +615,15 @@ def test_draining_gives_up_what_waits_and_finishes_what_runs() -> None:
         stage.some(1)
     stage.answers(W1, first, second).goes(1)
     assert (host.told(Stop)[1:], host.answers, len(host.refusals)) == ([(HOLDER, Stop())], [first, second], 1)
-    assert (stage.model.gone, stage.model.main.state) == (True, GenerationState.GONE)
-    stage.model.dispose()
+    assert (stage.model.is_gone, stage.model.main_generation.state) == (True, GenerationState.GONE)
+    stage.model.remove_snapshots()
     assert host.unpinned == host.pinned
 
 
 def test_draining_while_it_loads_answers_everyone() -> None:
     stage = Stage(workers=1)
     [number] = stage.some(1)
-    stage.model.metadata(Waiter(b"curious", "7"))
+    stage.model.request_metadata(Waiter(b"curious", "7"))
     stage.model.drain(stage.now)
     # The snapshot that is being taken is given up.
     assert stage.host.unpinned == stage.host.pinned
@@ -635,21 +635,21 @@ def test_what_waits_is_the_successors() -> None:
     old, new = Stage(workers=1), Stage(workers=1).serving()
     numbers = old.some(2)
     unfit = old.submit(request(BAD))
-    old.model.metadata(Waiter(b"curious", "7"))
-    new.model.adopt(old.model, new.now)
+    old.model.request_metadata(Waiter(b"curious", "7"))
+    new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]
     assert [client for client, _ in new.host.metadata] == [b"curious"]
-    assert old.model.desk.idle
+    assert old.model.dispatcher.idle
 
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_what_a_worker_had_that_dies_while_its_model_leaves_is_the_successors_if_there_is_one(replaced: bool) -> None:
     old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
     numbers = old.some(2)
-    old.model.drain(old.now, patience=60.0, replaced=replaced)
-    assert (old.model.draining, old.model.gone) == (True, False)
+    old.model.drain(old.now, timeout_s=60.0, is_replaced=replaced)
+    assert (old.model.is_draining, old.model.is_gone) == (True, False)
     old.dies(W1, signal.SIGKILL)
     assert [number for number, _ in old.host.refused()] == ([] if replaced else numbers)
-    new.model.adopt(old.model, new.now)
+    new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == (numbers if replaced else [])

@@ -37,7 +37,7 @@ def equals(count: int, size: int = 5) -> list[Request]:
 
 
 def suspects(stage: Stage) -> list[str]:
-    return stage.model.desk.guard.suspects.names(stage.now)
+    return stage.model.dispatcher.guard.suspects.names(stage.now)
 
 
 def returns(stage: Stage) -> None:
@@ -69,7 +69,7 @@ def test_a_seat_of_several_processes_is_given_and_loses_all_together(
     fails: Event, aborted: list[str], waits: int
 ) -> None:
     stage = Stage().serving()
-    scheduler = stage.model.desk.scheduler
+    scheduler = stage.model.dispatcher.scheduler
     for worker in (W1, W2):
         scheduler.release(worker)
     scheduler.seats.enlist("pair", (W1, W2))
@@ -115,7 +115,7 @@ def test_what_a_worker_had_that_is_ended_for_another_reason_waits_again_and_is_n
     [number] = stage.some(1)
     fails(stage)
     assert (stage.host.answers, stage.host.refusals) == ([], [])
-    [waiting] = stage.model.desk.scheduler.line
+    [waiting] = stage.model.dispatcher.scheduler.line
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -246,7 +246,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
     stage.passes(60.0)
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert stage.host.refused() == list(zip(numbers, codes, strict=True))
-    assert [each.number for each in stage.model.desk.scheduler.line] == others
+    assert [each.number for each in stage.model.dispatcher.scheduler.line] == others
     with pytest.raises(Internal, match="workers died of this content or hung in it"):
         stage.submit(*equals(1))
 
@@ -274,7 +274,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
     assert (refused, how) == (number, code)
     assert text.startswith(f"request id{number} was on 5 workers when they ended, the last one killed by {end.name}")
     # It is no poison: who sends it again is served.
-    assert (stage.model.desk.guard.quarantine.count(stage.now), suspects(stage)) == (0, [])
+    assert (stage.model.dispatcher.guard.quarantine.count(stage.now), suspects(stage)) == (0, [])
     stage.submit(*equals(1))
     assert len(stage.host.predicts()) == 1
 
@@ -309,15 +309,15 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     returns(stage)
     given = dict(stage.host.predicts())
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert (len(given), stage.model.desk.scheduler.seats.in_flight(culprit)) == (4, 1)  # nobody waits behind it
-    assert stage.model.desk.scheduler.line.count == len(hostile) + len(good) - 1 - 6
+    assert (len(given), stage.model.dispatcher.scheduler.seats.in_flight(culprit)) == (4, 1)  # nobody waits behind it
+    assert stage.model.dispatcher.scheduler.line.count == len(hostile) + len(good) - 1 - 6
     assert not stage.model.has_failed
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
     stage = Stage(workers=3).serving()
     for _ in range(NEAR_DEATHS):
-        stage.model.desk.guard.suspects.died(HOSTILE, 0.0, stage.now)
+        stage.model.dispatcher.guard.suspects.died(HOSTILE, 0.0, stage.now)
     first, *others = stage.submit(*poisons(3))
     good = stage.some(4)
     given = stage.host.predicts()
@@ -335,7 +335,7 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
 def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None:
     stage = Stage(workers=3).serving()
     for _ in range(NEAR_DEATHS):
-        stage.model.desk.guard.suspects.died(HOSTILE, 0.0, stage.now)
+        stage.model.dispatcher.guard.suspects.died(HOSTILE, 0.0, stage.now)
     first, second = stage.submit(*poisons(2))
     [(worker, given)] = stage.host.predicts()
     assert given == first
@@ -358,7 +358,7 @@ def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_reques
     stage = Stage(workers=NEAR_DEATHS).serving()
     stage.submit(*poisons(NEAR_DEATHS))
     if taken_back:
-        stage.model.vanished(HOSTILE.near.encode(), stage.now)
+        stage.model.on_disconnect(HOSTILE.near.encode(), stage.now)
     for worker, number in stage.host.predicts():
         lost(stage, worker, number)
     assert suspects(stage) == [HOSTILE.near]
@@ -366,7 +366,7 @@ def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_reques
 
 def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None:
     stage = Stage().serving()
-    guard = stage.model.desk.guard
+    guard = stage.model.dispatcher.guard
     guard.quarantine.hold(equals(1)[0], stage.now)
     for _ in range(2 * NEAR_DEATHS + 1):
         guard.suspects.died(HOSTILE, 0.0, stage.now)
@@ -378,7 +378,7 @@ def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None
 
 def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage = Stage().serving()
-    stage.model.desk.guard.quarantine.hold(equals(1, MEGABYTE)[0], stage.now)
+    stage.model.dispatcher.guard.quarantine.hold(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
     assert (stage.host.predicts(), stage.model.timer.due) == ([], 0.0)
@@ -401,13 +401,13 @@ def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
     assert stage.host.refused() == [(number, "INTERNAL")]
     looks(stage)
     assert stage.host.refused() == [(each, "INTERNAL") for each in equal]
-    assert stage.model.desk.guard.quarantine.count(stage.now) == 1
+    assert stage.model.dispatcher.guard.quarantine.count(stage.now) == 1
 
 
 @pytest.mark.parametrize("size", [5, MEGABYTE])
 def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int) -> None:
     stage = Stage(workers=1).serving()
-    quarantine = stage.model.desk.guard.quarantine
+    quarantine = stage.model.dispatcher.guard.quarantine
     quarantine.hung(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
     assert (stage.model.timer.due == 0.0) == (size == MEGABYTE)
@@ -443,9 +443,9 @@ def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage.model.shed(lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), stage.now)
     assert stage.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
     stage.some(3)
-    stage.model.metadata(Waiter(b"client", "q"))
-    stage.model.metadata(Waiter(b"another", "r"))
-    stage.model.vanished(b"client", stage.now)
-    assert stage.model.desk.idle
+    stage.model.request_metadata(Waiter(b"client", "q"))
+    stage.model.request_metadata(Waiter(b"another", "r"))
+    stage.model.on_disconnect(b"client", stage.now)
+    assert stage.model.dispatcher.idle
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"another"]

@@ -58,7 +58,7 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
     stage.answers(W2, other.number)
-    assert (other.running, stage.host.releases, stage.model.desk.writers.begun) == (False, [number], {})
+    assert (other.running, stage.host.releases, stage.model.dispatcher.writers.begun) == (False, [number], {})
 
 
 def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
@@ -101,9 +101,9 @@ def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may(
     old, new = Stage(workers=1).serving(), Stage(workers=1).serving()
     asked = offering()
     [number] = old.submit(asked)
-    old.model.drain(old.now, patience=60.0, replaced=True)
-    old.model.desk.release(W1)
-    new.model.adopt(old.model, new.now)
+    old.model.drain(old.now, timeout_s=60.0, is_replaced=True)
+    old.model.dispatcher.release(W1)
+    new.model.adopt_requests(old.model, new.now)
     assert rooms(new) == [MappedRegions((MappedInput(0, 7, 8),), ())]
     new.answers(W1, number)
     assert (asked.running, old.host.releases) == (True, [])
@@ -130,9 +130,9 @@ def test_who_is_answered_by_another_than_the_one_that_is_ended_is_told_of_that(
     asked = offering()
     [number] = stage.submit(asked)
     # As a worker that says that it is broken: what it had waits again while it still lives.
-    stage.model.desk.release(W1)
+    stage.model.dispatcher.release(W1)
     stage.model.tick(stage.now)
-    stage.model.desk.dispatch(stage.now)
+    stage.model.dispatcher.dispatch(stage.now)
     stage.answers(W2, number)
     assert (stage.host.answers, asked.running, stage.host.releases) == ([number], True, [])
     stage.dies(W1)

@@ -18,12 +18,12 @@ from weightd.daemon.children.launch import Program
 from weightd.daemon.children.owner import Owner, Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import SealRecord
-from weightd.daemon.generations.states import ACTIVE, COUNTED, ChildState
+from weightd.daemon.generations.states import ACTIVE, USABLE, ChildState
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
 from weightd.daemon.models.budget import Device
@@ -101,7 +101,7 @@ class Process:
 
     @property
     def shares(self) -> bool:
-        return self.generation.terms.sharing
+        return self.generation.spec.is_sharing
 
     @property
     def holder(self) -> str:
@@ -147,7 +147,7 @@ class ModelWorld(RuleBasedStateMachine):
         workers, spares = draw(st.integers(1, 3)), draw(st.integers(0, 2))
         # No budget is kept of sets of cores; here it is, and then it has to be right.
         many = 1 + (workers + spares) * (2 if "cpu:0" in names else 1)
-        one = on_card(WEIGHTS) + many * EACH
+        one = card_bytes(WEIGHTS) + many * EACH
         capacity = draw(st.sampled_from([None, None, 2 * one, one, 0]))
         processes = draw(st.sampled_from([63, 2 * many, many]))
         self.workers = workers
@@ -194,7 +194,7 @@ class ModelWorld(RuleBasedStateMachine):
         assert not self.stopped
         assert name not in self.names
         assert generation.source in self.snapshots
-        assert generation.label in self.devices[generation.device].promised
+        assert generation.label in self.devices[generation.device].reserved
         self.names.add(name)
         self.processes[name] = Process(name, role, generation)
 
@@ -306,10 +306,10 @@ class ModelWorld(RuleBasedStateMachine):
 
     def leaves(self, process: Process) -> bool:
         child = process.generation.children.get(process.name)
-        return process.generation.state not in ACTIVE or child is None or child.state not in COUNTED
+        return process.generation.state not in ACTIVE or child is None or child.state not in USABLE
 
     def deployment(self, process: Process) -> Deployment:
-        return next(each for each in self.model.deployments if each.device.name == process.generation.device)
+        return next(each for each in self.model.deployments if each.placement.name == process.generation.device)
 
     def is_sound(self, process: Process) -> bool:
         """Whether what the process computes on is what its holder has built."""
@@ -321,7 +321,7 @@ class ModelWorld(RuleBasedStateMachine):
         return DeviceMemory(CARD, CARD - self.allocated(here)) if self.tells_memory else None
 
     def allocated(self, processes: Sequence[Process]) -> int:
-        return len(processes) * EACH + self.copies(processes) * on_card(WEIGHTS)
+        return len(processes) * EACH + self.copies(processes) * card_bytes(WEIGHTS)
 
     def copies(self, processes: Sequence[Process]) -> int:
         shared = {each.generation.label for each in processes if each.weights and each.shares}
@@ -337,11 +337,11 @@ class ModelWorld(RuleBasedStateMachine):
                     self.blamed[number] += 1
                     self.killers.update([self.requests[number].frames, *self.requests[number].origin])
         del self.processes[process.name]
-        self.model.exited(process.name, End(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
+        self.model.on_exit(process.name, End(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now)
 
     def says(self, process: Process, message: ChildMessage) -> None:
         self.talking = process
-        self.model.heard(process.name, message, (), self.now)
+        self.model.on_message(process.name, message, (), self.now)
         self.talking = None
 
     def obeys(self, process: Process) -> None:
@@ -392,14 +392,14 @@ class ModelWorld(RuleBasedStateMachine):
     def ends_pinning(self, source: Source) -> None:
         self.pinning.remove(source)
         if source.path == UNREADABLE:
-            self.model.pin_failed(source, "no such file", self.now)
+            self.model.on_snapshot_failed(source, "no such file", self.now)
         else:
             self.snapshots.add(source)
-            self.model.pinned(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
+            self.model.on_snapshot_taken(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
 
     def due(self) -> float:
         """When something has to be done that is not the watchdog's: that never has nothing to do."""
-        return min(each.next_tick for each in self.model.deployments)
+        return min(each.next_tick_at for each in self.model.deployments)
 
     def passes_time_to(self, then: float) -> None:
         if then > self.now + NEWS_S:
@@ -407,11 +407,11 @@ class ModelWorld(RuleBasedStateMachine):
                 self.exits(process)
         self.hung = self.hung or any(self.has_work(each) for each in self.living())
         self.now = then
-        while then >= self.model.next_event:
+        while then >= self.model.next_event_at:
             self.model.tick(then)
-            if not self.model.desk.guard.looks:
+            if not self.model.dispatcher.guard.looks:
                 break
-        assert self.model.next_event > then, "it would wake up for nothing, again and again"
+        assert self.model.next_event_at > then, "it would wake up for nothing, again and again"
 
     def goes_well(self) -> None:
         for _ in range(12):
@@ -434,16 +434,16 @@ class ModelWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.pinning)
     @rule()
     def a_snapshot_fails(self) -> None:
-        self.model.pin_failed(self.pinning.pop(0), "the disk is full", self.now)
+        self.model.on_snapshot_failed(self.pinning.pop(0), "the disk is full", self.now)
 
     @precondition(lambda self: self.unpinned)
     @rule(late=st.booleans())
     def a_snapshot_that_nobody_wants_ends(self, late: bool) -> None:
         source = self.unpinned.pop()
         if late:
-            self.model.pinned(source, Snapshot("/removed", "", "6" * 64, WEIGHTS), self.now)
+            self.model.on_snapshot_taken(source, Snapshot("/removed", "", "6" * 64, WEIGHTS), self.now)
         else:
-            self.model.pin_failed(source, "killed by SIGKILL", self.now)
+            self.model.on_snapshot_failed(source, "killed by SIGKILL", self.now)
 
     @precondition(lambda self: self.processes)
     @rule()
@@ -530,7 +530,7 @@ class ModelWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.model.next_event < FOREVER)
     @rule()
     def time_comes(self) -> None:
-        self.passes_time_to(max(self.now, self.model.next_event))
+        self.passes_time_to(max(self.now, self.model.next_event_at))
 
     @rule(
         seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]),
@@ -567,7 +567,7 @@ class ModelWorld(RuleBasedStateMachine):
         name = f"q{next(self.numbers)}"
         self.questions[name] += 1
         try:
-            self.model.metadata(Waiter(b"c", name))
+            self.model.request_metadata(Waiter(b"c", name))
         except RequestError:
             assert not self.replies[name]
             del self.questions[name]
@@ -601,7 +601,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.snapshots = {Source(each.path, each.weights, each.number) for each in record.sources}
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
-        self.devices = {name: Device(name, each.capacity, each.max_processes) for name, each in self.devices.items()}
+        self.devices = {name: Device(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()}
         self.model = Model("m", self.config, self.devices, self, self, Numbers(record.made))
         self.model.resume(record, self.now)
 
@@ -617,7 +617,7 @@ class ModelWorld(RuleBasedStateMachine):
     @invariant()
     def there_are_never_too_many_copies(self) -> None:
         for deployment in self.model.deployments:
-            name = deployment.device.name
+            name = deployment.placement.name
             if len(deployment.generations) < 2:
                 self.updated.discard(name)
             here = [each for each in self.living() if each.generation.device == name and each.weights]
@@ -630,20 +630,20 @@ class ModelWorld(RuleBasedStateMachine):
         for name, device in self.devices.items():
             # One that has been told to go is still there for a moment when the one in its place starts.
             here = [each for each in self.living() if each.generation.device == name and not self.leaves(each)]
-            assert len(here) <= device.processes <= (device.max_processes or 0)
-            assert self.copies(here) <= sum(need.copies for need in device.promised.values())
+            assert len(here) <= device.process_count <= (device.max_processes or 0)
+            assert self.copies(here) <= sum(need.copy_count for need in device.reserved.values())
             if self.knows_each:
-                assert self.allocated(here) <= device.used
-            if not self.tells_memory and device.capacity is not None:
-                assert device.used <= device.capacity
+                assert self.allocated(here) <= device.reserved_bytes
+            if not self.tells_memory and device.capacity_bytes is not None:
+                assert device.reserved_bytes <= device.capacity_bytes
 
     @invariant()
     def the_loop_will_look_when_something_is_due(self) -> None:
-        assert self.model.timer.due <= self.model.next_event
+        assert self.model.timer.due <= self.model.next_event_at
 
     @invariant()
     def nobody_waits_who_could_run(self) -> None:
-        assert not list(self.model.desk.scheduler.assign(self.now))
+        assert not list(self.model.dispatcher.scheduler.assign(self.now))
 
     @invariant()
     def children_are_the_processes(self) -> None:
@@ -652,14 +652,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def one_generation_of_a_device_takes_requests(self) -> None:
-        enlisted = set(self.model.desk.by_process) & {
+        enlisted = set(self.model.dispatcher.by_process) & {
             name
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
-            if child.state is ChildState.READY and name in each.serving.enlisted
+            if child.state is ChildState.READY and name in each.serving.serving_processes
         }
-        takes = set(self.model.desk.scheduler.seats.enlisted)
+        takes = set(self.model.dispatcher.scheduler.seats.enlisted)
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
 
     @invariant()
@@ -671,7 +671,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def a_failure_has_a_cause(self) -> None:
-        assert all(each.cause for each in self.model.deployments if each.failed)
+        assert all(each.cause for each in self.model.deployments if each.has_failed)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -695,8 +695,8 @@ class ModelWorld(RuleBasedStateMachine):
         self.stopped = True
         self.lets_all_finish()
         assert not self.processes
-        assert not any(device.promised for device in self.devices.values())
-        assert self.model.next_event == FOREVER
+        assert not any(device.reserved for device in self.devices.values())
+        assert self.model.next_event_at == FOREVER
 
     def lets_all_finish(self) -> None:
         for _ in range(400):
@@ -704,7 +704,7 @@ class ModelWorld(RuleBasedStateMachine):
                 self.ends_pinning(source)
             for source in list(self.unpinned):
                 self.unpinned.remove(source)
-                self.model.pin_failed(source, "killed by SIGKILL", self.now)
+                self.model.on_snapshot_failed(source, "killed by SIGKILL", self.now)
             busy = [each for each in self.processes.values() if self.has_something_to_do(each)]
             if not busy and not self.pinning:
                 return
@@ -724,22 +724,22 @@ class ModelWorld(RuleBasedStateMachine):
 
     def is_well(self, deployment: Deployment) -> None:
         promised = {each.label for each in deployment.generations if each.children}
-        assert isinstance(deployment.device, Device)
-        assert set(deployment.device.promised) == promised
+        assert isinstance(deployment.placement, Device)
+        assert set(deployment.placement.reserved) == promised
         if self.stopped:
             assert not deployment.generations
         elif deployment.serving is None:
-            assert deployment.failed or deployment.busy  # what has served is tried again and again
+            assert deployment.has_failed or deployment.is_busy  # what has served is tried again and again
             assert deployment.cause
-        elif deployment.serving.needs_renewal:
-            assert deployment.busy  # it is tried again and again
+        elif deployment.serving.should_be_replaced:
+            assert deployment.is_busy  # it is tried again and again
             assert deployment.cause
         else:
             serving = deployment.serving
-            places = Counter(serving.children[name].device for name in serving.enlisted)
-            wanted = dict.fromkeys(self.config.devices_by_weight_copy[deployment.device.name], self.workers)
-            assert places == wanted or serving.access.is_shut
-            assert not deployment.busy
+            places = Counter(serving.children[name].device for name in serving.serving_processes)
+            wanted = dict.fromkeys(self.config.devices_by_weight_copy[deployment.placement.name], self.workers)
+            assert places == wanted or serving.attach_control.is_attach_closed
+            assert not deployment.is_busy
 
 
 TestModelWorld = ModelWorld.TestCase

@@ -81,7 +81,7 @@ class Cut:
 
     def pinned(self) -> Cut:
         source = self.host.pinned[-1]
-        self.model.pinned(source, taken(source.number), self.now)
+        self.model.on_snapshot_taken(source, taken(source.number), self.now)
         return self
 
     def of(self, generation: int) -> list[str]:
@@ -91,7 +91,7 @@ class Cut:
         return [name for name in self.of(generation) if ".rank" in name]
 
     def says(self, child: str, message: ChildMessage) -> Cut:
-        self.model.heard(child, message, (), self.now)
+        self.model.on_message(child, message, (), self.now)
         return self
 
     def greet(self, generation: int = 1, source: int = 1) -> Cut:
@@ -130,7 +130,7 @@ class Cut:
 
     def ends(self, *names: str, end: End | None = None) -> Cut:
         for name in names:
-            self.model.exited(name, end or End(-signal.SIGKILL, by=By.DAEMON), self.now)
+            self.model.on_exit(name, end or End(-signal.SIGKILL, by=By.DAEMON), self.now)
         return self
 
     def given(self) -> list[tuple[str, int, int]]:
@@ -177,9 +177,9 @@ def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step()
     assert stage.host.told(Enter) == [(R0, Enter()), (R1, Enter())]
     assert stage.host.told(Warm) == [(R0, Warm()), (R1, Warm())]
     stage.says(R1, WARMED)
-    assert not stage.model.serves
+    assert not stage.model.is_serving
     stage.says(R0, Warmed("", ()))
-    assert (stage.model.serves, stage.model.complete, stage.model.unready(stage.now)) == (True, True, "")
+    assert (stage.model.is_serving, stage.model.is_complete, stage.model.unready_reason(stage.now)) == (True, True, "")
     assert stage.given() == [(R0, asked, 1), (R1, asked, 1)]
     second = stage.asks()
     stage.says(R1, Result(asked, ResponseDescription("m", (OUT,))))
@@ -259,14 +259,14 @@ def test_what_all_refuse_is_its_requests_error() -> None:
     for name in (R0, R1):
         stage.says(name, Failed(asked, "INVALID_ARGUMENT", "x: no such shape", leaving=False))
     assert stage.host.refused() == [(asked, "INVALID_ARGUMENT")]
-    assert (stage.model.serves, stage.host.killed) == (True, [])
+    assert (stage.model.is_serving, stage.host.killed) == (True, [])
 
 
 def test_idle_ranks_are_pinged_without_the_canary() -> None:
     stage = Cut(canary_interval=0.001).serving()
     told: set[tuple[str, Any]] = set()
     for _ in range(3):
-        stage.now = stage.model.next_event
+        stage.now = stage.model.next_event_at
         stage.model.tick(stage.now)
         told.update(stage.host.told(Ping))
     assert told == {(name, Ping(canary=False)) for name in (R0, R1)}
@@ -283,19 +283,19 @@ def test_where_there_is_a_port_another_group_comes_up_beside_the_old_one() -> No
     tables = [json.loads(stage.host.programs[name].table) for name in (R0, "big.2.rank0")]
     assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
     stage.loads(2, source=2)
-    assert (stage.host.updated[0].path, stage.model.main.label) == ("/new{rank}.mindir", "big.2")
+    assert (stage.host.updated[0].path, stage.model.main_generation.label) == ("/new{rank}.mindir", "big.2")
     updated(stage, rollback=True)
-    assert (stage.of(3), stage.model.serves) == ([], True)
+    assert (stage.of(3), stage.model.is_serving) == ([], True)
     stage.ends(R0, R1, end=End(0))
     assert stage.of(3) == ["big.3.rank0", "big.3.rank1"]
     stage.loads(3)
-    assert (stage.host.updated[1].path, stage.model.main.label) == ("/m{rank}.mindir", "big.3")
+    assert (stage.host.updated[1].path, stage.model.main_generation.label) == ("/m{rank}.mindir", "big.3")
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
     stage = updated(Cut().serving()).pinned()
-    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.serves) == ([R0, R1], [], False)
+    assert ([name for name, _ in stage.host.told(Stop)], stage.of(2), stage.model.is_serving) == ([R0, R1], [], False)
     asked = stage.asks()
     stage.ends(R0, R1, end=End(0))
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
@@ -313,7 +313,7 @@ def test_else_it_takes_its_place_and_requests_wait(succeeds: bool) -> None:
 def test_with_policy_overlap_what_has_no_place_beside_is_refused() -> None:
     stage = updated(Cut(policy="overlap").serving()).pinned()
     [(_, code, why)] = stage.host.errors
-    assert (code, "no port is free" in why, stage.model.serves) == ("FAILED_PRECONDITION", True, True)
+    assert (code, "no port is free" in why, stage.model.is_serving) == ("FAILED_PRECONDITION", True, True)
 
 
 class Reloaded(Cut):
@@ -326,12 +326,12 @@ class Reloaded(Cut):
         config = {"engine": "mindspore_lite", "spares": 0, "sharing": "off", "max_queue": 7, **config}
         self.config = ModelConfig("/m{rank}.mindir", devices=ON_CARDS.all_devices, ranks=ON_CARDS, **config)
         self.model = Model("big", self.config, self.devices, self.host, self.host, numbers)
-        self.model.replaces(self.old)
+        self.model.set_predecessor(self.old)
         self.started()
 
     def old_is_gone(self) -> Cut:
         for name in (R0, R1):
-            self.old.exited(name, End(0), self.now)
+            self.old.on_exit(name, End(0), self.now)
         return self
 
 
@@ -341,14 +341,14 @@ def test_a_changed_configuration_takes_the_place_of_the_old_where_there_is_no_ro
     # Requests wait at the old one, which would serve again if the new one could not be loaded.
     asked = request()
     stage.old.infer(asked, stage.now)
-    assert (stage.old.serves, stage.old.will_serve) == (False, True)
+    assert (stage.old.is_serving, stage.old.may_serve_soon) == (False, True)
     stage.old_is_gone().model.tick(stage.now)
     assert stage.of(2) == ["big.2.rank0", "big.2.rank1"]
     stage.loads(2, source=2)
-    stage.model.adopt(stage.old, stage.now)
-    stage.old.drain(stage.now, replaced=True)
+    stage.model.adopt_requests(stage.old, stage.now)
+    stage.old.drain(stage.now, is_replaced=True)
     assert [number for _, number, _ in stage.given()] == [asked.number] * 2
-    assert stage.old.gone
+    assert stage.old.is_gone
 
 
 def test_what_has_made_way_comes_again_where_the_other_cannot_be_loaded() -> None:
@@ -357,18 +357,18 @@ def test_what_has_made_way_comes_again_where_the_other_cannot_be_loaded() -> Non
     stage.says("big.2.rank0", Broken("no model"))
     assert stage.model.has_failed
     stage.model.drain(stage.now)
-    stage.old.come_again(stage.now)
+    stage.old.reinstate(stage.now)
     assert stage.of(3) == []
     stage.ends("big.2.rank0", "big.2.rank1")
     stage.old.tick(stage.now)
     stage.model = stage.old
     stage.loads(3)
-    assert (stage.old.serves, stage.old.main.label) == (True, "big.3")
+    assert (stage.old.is_serving, stage.old.main_generation.label) == (True, "big.3")
 
 
 def test_with_policy_overlap_nobody_makes_way_for_a_changed_configuration() -> None:
     stage = Reloaded(policy="overlap")
-    assert (stage.model.has_failed, stage.old.serves, stage.host.told(Stop)) == (True, True, [])
+    assert (stage.model.has_failed, stage.old.is_serving, stage.host.told(Stop)) == (True, True, [])
 
 
 @pytest.mark.parametrize("path", ["/new.mindir", "/new{rank}.onnx"])
@@ -383,7 +383,7 @@ def test_a_model_that_takes_something_else_does_not_take_over() -> None:
     stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False, grant=OPERATOR)
     stage.pinned().greet(2, 2).enters(2, TensorSignature("y", "FP32", (-1, 4)))
     assert "is not a drop-in for the one that serves" in stage.host.errors[0][2]
-    assert stage.model.main.label == "big.1"
+    assert stage.model.main_generation.label == "big.1"
 
 
 def test_several_groups_share_the_queue() -> None:
@@ -400,7 +400,7 @@ def test_several_groups_share_the_queue() -> None:
 
 def test_each_card_says_what_is_free() -> None:
     stage = Cut().started().greet().enters(device=DeviceMemory(100 * MIB, 50 * MIB))
-    assert [stage.devices[f"ascend:{rank}"].free for rank in range(2)] == [50 * MIB] * 2
+    assert [stage.devices[f"ascend:{rank}"].free_bytes for rank in range(2)] == [50 * MIB] * 2
 
 
 @pytest.mark.parametrize(("steps", "goes_on"), [((7, 7), True), ((7, 6), False)])
@@ -415,7 +415,7 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     asked = following.asks()
     for name, step in zip((R0, R1), steps, strict=True):
         following.says(name, Back(step))
-    assert following.model.serves == goes_on
+    assert following.model.is_serving == goes_on
     assert following.given() == [(R0, asked, 8), (R1, asked, 8)] * goes_on
     assert following.host.killed == ([] if goes_on else [R0, R1])
     if not goes_on:

@@ -51,27 +51,27 @@ class Daemon:
 
     def loaded(self, *names: str) -> Daemon:
         """Everything that loads for these names has what it needs."""
-        for model in [model for model in self.fleet.everyone() if model.name in names]:
+        for model in [model for model in self.fleet.all_models() if model.name in names]:
             for source in self.host.pinned:
-                model.pinned(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
-            for coming in [each.coming for each in model.deployments if each.coming is not None]:
+                model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
+            for coming in [each.loading for each in model.deployments if each.loading is not None]:
                 holder, *workers = list(coming.children)
                 for name in (holder, *workers):
-                    model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now)
-                model.heard(holder, BUILT, [], self.now)
+                    model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CPU), [], self.now)
+                model.on_message(holder, BUILT, [], self.now)
                 for name in workers:
-                    model.heard(name, ATTACHED, [], self.now)
+                    model.on_message(name, ATTACHED, [], self.now)
         return self.settled()
 
     def settled(self) -> Daemon:
-        self.fleet.settle(self.now)
+        self.fleet.reconcile(self.now)
         return self
 
     def backs(self, name: str = "m") -> Daemon:
         """The workers of the daemon before this one are back."""
         model = self.fleet.models[name]
         for child in [child for generation in model.generations for child in generation.children]:
-            model.heard(child, Back(), [], self.now)
+            model.on_message(child, Back(), [], self.now)
         return self.settled()
 
     def reload(self, **configs: ModelConfig) -> Daemon:
@@ -93,7 +93,7 @@ class Daemon:
         return following
 
     def generation(self, name: str = "m") -> Life:
-        return self.fleet.models[name].main
+        return self.fleet.models[name].main_generation
 
     def update(self, *, rollback: bool = False) -> Daemon:
         path = "" if rollback else "/models/new.onnx"
@@ -108,8 +108,8 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     daemon = first.restarted(m=ONE)
     host, model = daemon.host, daemon.fleet.models["m"]
     assert (host.pinned, host.spawned, host.resumed) == ([], [], ["m.1"])
-    assert daemon.devices["cpu"].promised == first.devices["cpu"].promised != {}
-    assert not model.serves
+    assert daemon.devices["cpu"].reserved == first.devices["cpu"].reserved != {}
+    assert not model.is_serving
     # What it takes is known before anybody is back.
     with pytest.raises(InvalidArgument, match="x is missing"):
         model.infer(request(BAD), daemon.now)
@@ -118,9 +118,9 @@ def test_a_model_goes_on_without_loading_anything() -> None:
     asked = request()
     model.infer(asked, daemon.now)
     daemon.backs()
-    assert (model.serves, model.complete, model.unready(daemon.now)) == (True, True, "")
+    assert (model.is_serving, model.is_complete, model.unready_reason(daemon.now)) == (True, True, "")
     assert host.told(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
-    model.heard("m.1.w1", Result(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
+    model.on_message("m.1.w1", Result(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now)
     assert host.answers == [asked.number]
 
 
@@ -130,7 +130,7 @@ def test_one_that_shares_nothing_still_does_not() -> None:
     private = dataclasses.replace(record, generations=(dataclasses.replace(record.generations[0], sharing=False),))
     following = daemon.resumed([private], m=ONE)
     [deployment] = following.fleet.models["m"].deployments
-    assert (following.generation().terms.sharing, deployment.terms.sharing) == (False, False)
+    assert (following.generation().spec.is_sharing, deployment.spec.is_sharing) == (False, False)
 
 
 def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
@@ -140,7 +140,7 @@ def test_one_that_served_before_is_loaded_anew_if_it_cannot_go_on() -> None:
         daemon.now += 60.0
         model.tick(daemon.now)
         for name in [name for name in daemon.generation().children if ".w" in name]:
-            model.exited(name, End(1), daemon.now)
+            model.on_exit(name, End(1), daemon.now)
     assert not model.has_failed
     daemon.now += 60.0
     model.tick(daemon.now)
@@ -164,10 +164,10 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     # The snapshot is still good; the number is not used again.
     assert (following.host.pinned, following.host.spawned) == ([], ["m.2.holder", "m.2.w1", "m.2.w2"])
     model = following.fleet.models["m"]
-    model.heard("m.1.w1", Back(), [], following.now)
-    assert not model.serves
+    model.on_message("m.1.w1", Back(), [], following.now)
+    assert not model.is_serving
     following.loaded("m")
-    assert (following.generation().label, model.complete) == ("m.2", True)
+    assert (following.generation().label, model.is_complete) == ("m.2", True)
 
 
 def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
@@ -186,7 +186,7 @@ def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
 
 def test_an_update_under_way_is_forgotten() -> None:
     daemon = Daemon().started(m=ONE).update().restarted(m=ONE).backs()
-    assert (daemon.generation().source.path, daemon.fleet.models["m"].updating) == ("/models/one.onnx", False)
+    assert (daemon.generation().source.path, daemon.fleet.models["m"].is_updating) == ("/models/one.onnx", False)
     daemon.update()
     # What the first one was to load may be there in part.
     assert daemon.host.pinned[-1].number > 2
@@ -200,7 +200,7 @@ def test_devices_of_which_nothing_was_left_are_loaded() -> None:
     [record] = daemon.records()
     assert [each.device for each in record.generations] == ["ascend:0"]
     following = daemon.restarted(m=both).backs()
-    assert following.fleet.models["m"].serves
+    assert following.fleet.models["m"].is_serving
     assert following.host.spawned == ["m.3.holder", "m.3.w1", "m.3.w2"]
 
 
@@ -208,7 +208,7 @@ def test_a_daemon_that_ends_answers_everybody() -> None:
     daemon = Daemon().started(m=ONE)
     asked = request()
     daemon.fleet.models["m"].infer(asked, daemon.now)
-    daemon.fleet.leave(daemon.now)
+    daemon.fleet.hand_over(daemon.now)
     assert daemon.host.refusals == [(asked.number, "UNAVAILABLE", "weightd is restarting")]
     assert [each.name for each in daemon.records()] == ["m"]
 
@@ -224,18 +224,18 @@ def test_models_go_on_as_the_configuration_says_now() -> None:
     assert daemon.devices["cpu"].leaving == {"goes.1"}
     assert [source.path for source in daemon.host.pinned] == ["/models/two.onnx"] * 2
     # What has changed loads beside what serves, even before that is back.
-    assert not daemon.settled().fleet.models["changes"].serves
+    assert not daemon.settled().fleet.models["changes"].is_serving
     daemon.backs("stays").backs("changes")
-    assert (models["stays"].serves, models["changes"].serves, models["changes"].config) == (True, True, ONE)
+    assert (models["stays"].is_serving, models["changes"].is_serving, models["changes"].config) == (True, True, ONE)
     daemon.loaded("changes", "comes")
-    assert (models["comes"].serves, models["changes"].config) == (True, TWO)
+    assert (models["comes"].is_serving, models["changes"].config) == (True, TWO)
     assert daemon.generation("changes").label == "changes.2"
     # What is removed leaves with all of its processes, after it has answered what it had.
-    [leaving] = [model for model in daemon.fleet.everyone() if model.name == "goes"]
+    [leaving] = [model for model in daemon.fleet.all_models() if model.name == "goes"]
     assert [name for name, _ in daemon.host.told(Stop) if name.startswith("goes")] == ["goes.1.w1", "goes.1.w2"]
     for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
-        leaving.exited(name, End(0), daemon.now)
-    assert leaving not in daemon.settled().fleet.everyone()
+        leaving.on_exit(name, End(0), daemon.now)
+    assert leaving not in daemon.settled().fleet.all_models()
     assert [source.path for source in daemon.host.unpinned] == ["/models/one.onnx"]
 
 
@@ -244,7 +244,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     old = daemon.fleet.models["m"]
     assert old.config == ONE
     for name in ("m.1.w1", "m.1.w2"):
-        old.exited(name, End(None, "it ended while no daemon was there"), daemon.now)
+        old.on_exit(name, End(None, "it ended while no daemon was there"), daemon.now)
     assert daemon.settled().fleet.models["m"].config == TWO
 
 
@@ -253,6 +253,6 @@ def test_what_is_written_down_is_what_serves_and_stays() -> None:
     [record] = daemon.records()
     assert (record.name, record.config, record.generations[0].number, record.made) == ("m", ONE, 1, (2, 2))
     daemon = daemon.restarted(m=TWO).backs()
-    assert daemon.fleet.models["m"].serves
+    assert daemon.fleet.models["m"].is_serving
     daemon.loaded("m")
     assert (daemon.generation().label, daemon.fleet.models["m"].config) == ("m.3", TWO)

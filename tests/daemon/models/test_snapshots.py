@@ -31,16 +31,16 @@ class Shelf(Snapshots):
 
 def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
     shelf = Shelf()
-    shelf.want(SOURCE, 1010.0)
-    shelf.want(SOURCE, 2000.0)
-    assert (shelf.disk, shelf.next_event, shelf.find(SOURCE), list(shelf.ready())) == ([SOURCE], 1010.0, None, [])
+    shelf.request(SOURCE, 1010.0)
+    shelf.request(SOURCE, 2000.0)
+    assert (shelf.disk, shelf.next_event_at, shelf.find(SOURCE), list(shelf.iter_ready())) == ([SOURCE], 1010.0, None, [])
     with pytest.raises(RuntimeError, match=r"/m\.onnx: a process was to be started before the snapshot was taken"):
         _ = shelf[SOURCE]
-    shelf.taken(SOURCE, THERE)
-    shelf.want(SOURCE, 2000.0)
-    shelf.abandon()
-    assert (shelf.disk, shelf.next_event, shelf.overdue(3000.0)) == ([SOURCE], FOREVER, [])
-    assert (shelf.find(SOURCE), shelf[SOURCE], list(shelf.ready())) == (THERE, THERE, [(SOURCE, THERE)])
+    shelf.on_taken(SOURCE, THERE)
+    shelf.request(SOURCE, 2000.0)
+    shelf.cancel_pending()
+    assert (shelf.disk, shelf.next_event_at, shelf.take_overdue(3000.0)) == ([SOURCE], FOREVER, [])
+    assert (shelf.find(SOURCE), shelf[SOURCE], list(shelf.iter_ready())) == (THERE, THERE, [(SOURCE, THERE)])
     for _ in range(2):
         shelf.drop(SOURCE)
         assert (shelf.disk, shelf.find(SOURCE)) == ([], None)
@@ -48,68 +48,68 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
 
 def test_what_has_vanished_is_taken_anew_only_if_it_is_the_same() -> None:
     shelf = Shelf()
-    shelf.want(SOURCE, 1010.0)
-    shelf.lost(SOURCE)
+    shelf.request(SOURCE, 1010.0)
+    shelf.on_lost(SOURCE)
     assert (shelf.disk, shelf.expected) == ([SOURCE], "")
-    shelf.taken(SOURCE, THERE)
-    shelf.lost(SOURCE)
-    assert (shelf.find(SOURCE), list(shelf.ready())) == (None, [])
+    shelf.on_taken(SOURCE, THERE)
+    shelf.on_lost(SOURCE)
+    assert (shelf.find(SOURCE), list(shelf.iter_ready())) == (None, [])
     for _ in range(2):
         shelf.disk.clear()
-        shelf.want(SOURCE, 2000.0)
-        assert (shelf.disk, shelf.expected, shelf.next_event) == ([SOURCE], THERE.sha256, 2000.0)
-        shelf.failed(SOURCE)
+        shelf.request(SOURCE, 2000.0)
+        assert (shelf.disk, shelf.expected, shelf.next_event_at) == ([SOURCE], THERE.sha256, 2000.0)
+        shelf.on_failed(SOURCE)
     # Once nobody needs it, nothing is left or known of it.
     shelf.drop(SOURCE)
     assert shelf.disk == []
-    shelf.want(SOURCE, 2000.0)
+    shelf.request(SOURCE, 2000.0)
     assert shelf.expected == ""
-    shelf.taken(SOURCE, THERE)
-    shelf.lost(SOURCE)
+    shelf.on_taken(SOURCE, THERE)
+    shelf.on_lost(SOURCE)
     shelf.drop_all()
     assert shelf.disk == []
 
 
 def test_what_takes_too_long_is_given_up() -> None:
     shelf = Shelf()
-    shelf.want(SOURCE, 1010.0)
-    shelf.want(OTHER, 1011.0)
-    assert shelf.overdue(1009.9) == []
-    assert (shelf.overdue(1010.0), shelf.disk, shelf.next_event) == ([SOURCE], [OTHER], 1011.0)
+    shelf.request(SOURCE, 1010.0)
+    shelf.request(OTHER, 1011.0)
+    assert shelf.take_overdue(1009.9) == []
+    assert (shelf.take_overdue(1010.0), shelf.disk, shelf.next_event_at) == ([SOURCE], [OTHER], 1011.0)
     # It came too late.
-    shelf.taken(SOURCE, THERE)
-    assert (shelf.find(SOURCE), list(shelf.ready())) == (None, [])
+    shelf.on_taken(SOURCE, THERE)
+    assert (shelf.find(SOURCE), list(shelf.iter_ready())) == (None, [])
 
 
 def test_nothing_is_left_of_what_is_being_taken_or_of_an_earlier_daemon() -> None:
     shelf = Shelf()
-    shelf.want(SOURCE, FOREVER)
+    shelf.request(SOURCE, FOREVER)
     shelf.disk.append(OTHER)
     shelf.restore(OTHER, THERE)
     assert shelf[OTHER] == THERE
-    shelf.abandon()
+    shelf.cancel_pending()
     assert shelf.disk == [OTHER]
     shelf.drop_all()
     assert shelf.disk == []
 
 
 ENDS: dict[str, Callable[[Shelf], object]] = {
-    "failed": lambda shelf: shelf.failed(SOURCE),
+    "failed": lambda shelf: shelf.on_failed(SOURCE),
     "dropped": lambda shelf: shelf.drop(SOURCE),
-    "overdue": lambda shelf: shelf.overdue(1010.0),
+    "overdue": lambda shelf: shelf.take_overdue(1010.0),
 }
 
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_what_was_learned_of_a_source_goes_with_its_snapshot(ends: Callable[[Shelf], object]) -> None:
     shelf = Shelf()
-    shelf.learned(SOURCE, CANARY)
-    assert shelf.canary(SOURCE) is None
-    shelf.want(SOURCE, 1010.0)
-    shelf.learned(SOURCE, CANARY)
-    assert shelf.canary(SOURCE) == CANARY
+    shelf.set_selftest(SOURCE, CANARY)
+    assert shelf.selftest(SOURCE) is None
+    shelf.request(SOURCE, 1010.0)
+    shelf.set_selftest(SOURCE, CANARY)
+    assert shelf.selftest(SOURCE) == CANARY
     ends(shelf)
-    assert (shelf.canary(SOURCE), shelf.find(SOURCE), shelf.next_event) == (None, None, FOREVER)
+    assert (shelf.selftest(SOURCE), shelf.find(SOURCE), shelf.next_event_at) == (None, None, FOREVER)
     # It can be wanted again.
-    shelf.want(SOURCE, 1020.0)
-    assert shelf.next_event == 1020.0
+    shelf.request(SOURCE, 1020.0)
+    assert shelf.next_event_at == 1020.0

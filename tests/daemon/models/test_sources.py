@@ -29,13 +29,13 @@ class Shelf(Sources):
         return Snapshot(f"/cache/{number}", "", "5" * 64, number, "/s", "known", slices, ("/t0", "/t1"))
 
     def snapshot(self, source: Source) -> Source:
-        self.snapshots.want(source, float("inf"))
-        self.snapshots.taken(source, self.taken(source.number))
+        self.snapshots.request(source, float("inf"))
+        self.snapshots.on_taken(source, self.taken(source.number))
         return source
 
     def updated(self, path: str, weights: str = "", grant: Grant = OPERATOR) -> Source:
-        source = self.snapshot(self.new(path, weights, grant))
-        self.took_over(source)
+        source = self.snapshot(self.create(path, weights, grant))
+        self.on_take_over(source)
         return source
 
 
@@ -46,32 +46,32 @@ def shelf() -> Shelf:
 
 def test_a_new_source_is_the_present_file_unless_it_names_one_and_has_a_number_of_its_own(shelf: Shelf) -> None:
     assert shelf.current == Source("/one.onnx", number=1)
-    assert shelf.new("", "/w.npz", OPERATOR) == Source("/one.onnx", "/w.npz", 2)
-    assert shelf.new("/two.onnx", "", OPERATOR) == Source("/two.onnx", "", 3)
+    assert shelf.create("", "/w.npz", OPERATOR) == Source("/one.onnx", "/w.npz", 2)
+    assert shelf.create("/two.onnx", "", OPERATOR) == Source("/two.onnx", "", 3)
     alice, bob = Grant(1), Grant(2)
     theirs = shelf.updated("/two.onnx", grant=alice)
     assert (theirs.grant, theirs.weights_grant) == (alice, alice)
     # Who changes the weights has not named the model file, which is read again.
-    other = shelf.new("", "/w.npz", bob)
+    other = shelf.create("", "/w.npz", bob)
     assert (other.grant, other.weights_grant) == (alice, bob)
-    assert (shelf.anew().grant, shelf.current.number) == (alice, 6)
+    assert (shelf.renew_current().grant, shelf.current.number) == (alice, 6)
     numbers = Numbers((7, 3))
-    assert (numbers.generation(), numbers.generation(), numbers.source(), numbers.made) == (8, 9, 4, (9, 4))
+    assert (numbers.next_generation(), numbers.next_generation(), numbers.next_source(), numbers.last_ids) == (8, 9, 4, (9, 4))
 
 
 def test_what_serves_and_what_served_before_are_kept_and_who_goes_back_goes_once(shelf: Shelf) -> None:
     first, second = shelf.current, shelf.updated("/two.onnx")
-    assert (shelf.current, shelf.previous, shelf.undone, shelf.there) == (second, first, None, {1, 2})
+    assert (shelf.current, shelf.previous, shelf.rolled_back, shelf.there) == (second, first, None, {1, 2})
     third = shelf.updated("/three.onnx")
-    assert (shelf.current, shelf.previous, shelf.undone, shelf.there) == (third, second, None, {2, 3})
+    assert (shelf.current, shelf.previous, shelf.rolled_back, shelf.there) == (third, second, None, {2, 3})
     # Updates that come to nothing; one may have been to what is kept.
-    for each in (second, third, shelf.snapshot(shelf.new("/four.onnx", "", OPERATOR))):
+    for each in (second, third, shelf.snapshot(shelf.create("/four.onnx", "", OPERATOR))):
         shelf.drop(each)
     assert shelf.there == {2, 3}
-    shelf.took_over(second)
-    assert (shelf.current, shelf.previous, shelf.undone, shelf.there) == (second, None, third, {2})
+    shelf.on_take_over(second)
+    assert (shelf.current, shelf.previous, shelf.rolled_back, shelf.there) == (second, None, third, {2})
     fifth = shelf.updated("/five.onnx")
-    assert (shelf.current, shelf.previous, shelf.undone, shelf.there) == (fifth, second, None, {2, 5})
+    assert (shelf.current, shelf.previous, shelf.rolled_back, shelf.there) == (fifth, second, None, {2, 5})
 
 
 def test_the_next_daemon_goes_on_with_both_and_with_those_alone_that_have_a_snapshot(shelf: Shelf) -> None:

@@ -24,7 +24,7 @@ class Stage:
         self.copied: Any = None
         self.asked: set[tuple[str, Source]] = set()
         self.bytes: int | None = None
-        self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.PINNING, source=SOURCE)
+        self.generation: Any = SimpleNamespace(label="m.1", state=GenerationState.SNAPSHOTTING, source=SOURCE)
         self.deployment = SimpleNamespace(generations=[self.generation])
         self.model: Any = SimpleNamespace(name="m", config=SimpleNamespace(group=None), deployments=[self.deployment])
         self.model.pinned_bytes = self._pinned_bytes
@@ -53,7 +53,7 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     stage = Stage()
     stage.look(0.0)
     stage.copied = (25, 100)
-    assert stage.look(10.0) == Share(copied=0.25)
+    assert stage.look(10.0) == Share(fraction_copied=0.25)
     assert stage.loading.told("m.1", 10.0) == "25 % copied"
     assert stage.asked == {("m", SOURCE)}
     stage.bytes, stage.generation.state = 100, GenerationState.SPAWNING
@@ -64,7 +64,7 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     assert stage.loading.paces == {"m": Pace(100, 20.0, 40.0)}
     # The next one of the same snapshot.
     stage.generation.label, stage.generation.state = "m.2", GenerationState.BUILDING
-    assert stage.look(70.0).left_s == 20.0
+    assert stage.look(70.0).remaining_s == 20.0
     assert stage.look(80.0) == Share(0.5, 10.0)
     assert stage.loading.told("m.2", 80.0) == "50 %, about 10 s left"
 

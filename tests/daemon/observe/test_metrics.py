@@ -31,7 +31,7 @@ class World:
         self.stage, self.other = Stage(workers=1, spares=1), Stage()
         self.other.model.name = "secret"
         self.meters, self.totals, self.accounts = Meters(), Totals(lambda: 3), Accounts()
-        self.stage.model.desk.count_with(self.meters.of("digits"))
+        self.stage.model.dispatcher.count_with(self.meters.of("digits"))
         self.stage.serving()
         [first] = self.stage.some(1)
         self.stage.now += 0.25
@@ -121,10 +121,10 @@ def test_the_largest_answer_fits() -> None:
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
     for each in models:
         each.main, each.state, each.generations, each.unready = (
-            model.main,
+            model.main_generation,
             model.state,
             model.generations,
-            model.unready,
+            model.unready_reason,
         )
     footings = dict.fromkeys(names, Footing(2**55, 2**55, 2**55, 2**55))
     counted = Counted(models, meters, Totals(lambda: 0), tenants, accounts, 0, 0, footings)

@@ -7,7 +7,7 @@ from unittest import mock
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.clients.gates import Gate
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.memory import MIB, Held
 from weightd.daemon.models.budget import Device
@@ -31,12 +31,12 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     card = Device("ascend:0", 2**36)
     model = Model("m", config, {"ascend:0": card}, mock.MagicMock(), mock.MagicMock())
     model.start(0.0)
-    model.pinned(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
+    model.on_snapshot_taken(Source("/m.mindir"), Snapshot("/m.mindir", "", SHA, WEIGHTS), 0.0)
     for name in (HOLDER, WORKER, SPARE):
-        model.heard(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
-    model.heard(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
+        model.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
+    model.on_message(HOLDER, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0)
     for name in (WORKER, SPARE):
-        model.heard(name, Attached("canary", WEIGHTS), (), 0.0)
+        model.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = Survey("s", (), Measured())
     survey.held = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
@@ -66,5 +66,5 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     assert {each.device for each in generation.processes} == {"ascend:0"}
     assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
     [device] = told.devices
-    assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, on_card(WEIGHTS))
-    assert (device.saved_bytes, device.capacity_bytes, device.free_bytes) == (on_card(WEIGHTS), 2**36, None)
+    assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, card_bytes(WEIGHTS))
+    assert (device.saved_bytes, device.capacity_bytes, device.free_bytes) == (card_bytes(WEIGHTS), 2**36, None)

@@ -97,7 +97,7 @@ def _check(parsed: Config) -> None:
         assert 0 < model.timeout <= limits.MAX_TIMEOUT_US / 1e6
         assert min(model.load_timeout, model.predict_timeout, model.watchdog) > 0
         assert model.devices
-        assert model.mindspore_lite.json().isprintable()
+        assert model.mindspore_lite.to_json().isprintable()
         _check_ranks(model)
     assert "cpu" not in parsed.devices
 
@@ -116,7 +116,7 @@ def _check_tenants(parsed: Config) -> None:
 
 def _check_ranks(model: ModelConfig) -> None:
     if model.ranks is None:
-        assert not ENGINES[model.engine].ranks_only
+        assert not ENGINES[model.engine].is_ranks_only
         return
     assert {len(group) for group in model.ranks.groups} == {model.ranks.size}
     assert 2 <= model.ranks.size <= len(model.ranks.paths) <= MAX_RANKS

@@ -129,7 +129,7 @@ class Backend:
         self._socket = bind(context, self._address)
         self._use = watch(loop, self._socket, self._on_messages)
         self._servers = ForkServers(self._directory, self._address, self._start_server, self._running.kill)
-        self._nursery = Nursery(self._launcher, loop, self.order, self._born, self._end_surplus, self._running.kill)
+        self._nursery = Nursery(self._launcher, loop, self.send_order, self._born, self._end_surplus, self._running.kill)
 
     @property
     def processes(self) -> Mapping[str, Process]:
@@ -154,7 +154,7 @@ class Backend:
         """Have ready what these models will be forked of, and nothing else: it takes a while to load."""
         self._servers.want(models)
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Something has changed that the next daemon would have to know."""
         self._has_changed = True
         self._on_change()
@@ -166,34 +166,34 @@ class Backend:
 
     # --- what the daemon before this one has left -----------------------------------------------------------------
 
-    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
+    def resume(self, event_handler: Owner, generation: Life, seal_record: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded."""
         files = self.files[generation.label] = self._files_of(generation)
-        self.exported(generation)
+        self.on_exported(generation)
         there = {kept.name: kept for kept in self._launcher.kept()}
-        if self.seal(generation) != seal:
+        if self.seal_record(generation) != seal_record:
             for name in generation.children.keys() & there.keys():
                 self._end_stray(there[name])
-            self.forget(generation)
+            self.remove_files(generation)
             return False
         for name in generation.children:
             try:
                 process = self._launcher.watch(there[name])
             except (KeyError, OSError):
                 end = End(None, "it ended while no daemon was there")
-                self._do_later(functools.partial(owner.exited, name, end))
+                self._do_later(functools.partial(event_handler.on_exit, name, end))
             else:
-                self._owners[name] = owner
+                self._owners[name] = event_handler
                 self._watch(name, process)
                 hello = generation.children[name].hello
-                is_template = generation.access.has_heirs and generation.children[name].role is Role.HOLDER
+                is_template = generation.attach_control.is_fork_only and generation.children[name].role is Role.HOLDER
                 if is_template or (hello is not None and hello.origin != "spawned"):
                     self._by_lane_alone.add(name)
                 else:
                     self._held[name] = []
         count = len(generation.children)
         text = "%s: taken over from the daemon before, %d processes, %s"
-        _log.info(text, generation.label, count, files.directory, extra=generation.about())
+        _log.info(text, generation.label, count, files.directory, extra=generation.log_extra())
         return True
 
     def tidy(self, children: Collection[str], entries: Collection[str]) -> None:
@@ -213,11 +213,11 @@ class Backend:
 
     # --- snapshots and generations --------------------------------------------------------------------------------
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def take_snapshot(self, event_handler: Owner, model: str, config: ModelConfig, source: Source, expected_sha256: str = "") -> None:
         """Take the snapshot of a model's source; `expected`: the sha256 that it has to have, "" for any."""
-        self._pinning.pin(owner, model, config, source, expected)
+        self._pinning.pin(event_handler, model, config, source, expected_sha256)
 
-    def unpin(self, model: str, source: Source) -> None:
+    def remove_snapshot(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
         self._pinning.unpin(model, source)
 
@@ -225,30 +225,30 @@ class Backend:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
         return self._pinning.copied(model, source)
 
-    def forget(self, generation: Life) -> None:
+    def remove_files(self, generation: Life) -> None:
         """Remove the files of a generation of which nothing is left."""
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()
         self._seals.forget(generation.label)
 
-    def exported(self, generation: Life) -> None:
+    def on_exported(self, generation: Life) -> None:
         """Remember what the holder has left in the page store, if it has one."""
         files = self.files.get(generation.label)
         if files is not None:
             self._seals.add(generation.label, files.store)
 
-    def seal(self, generation: Life) -> SealRecord | None:
+    def seal_record(self, generation: Life) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         return self._seals.find(generation.label)
 
     # --- children -------------------------------------------------------------------------------------------------
 
     def spawn(
-        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
+        self, event_handler: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         """Start a holder or a worker: forked of `template`, if that is one, else of a fork server, if that can be."""
-        self._owners[name] = owner
+        self._owners[name] = event_handler
         self._interpreters[name] = program.python
         try:
             files = self.files.setdefault(generation.label, self._files_of(generation))
@@ -279,8 +279,8 @@ class Backend:
             why = "no fork server is wanted for it any more" if server is None else server.why
             self._start(told, program.why_spawned or why)
 
-    def order(
-        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    def send_order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         message = [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]
@@ -288,7 +288,7 @@ class Backend:
         if kind in _BY_LANE or name in self._by_lane_alone:
             if kind is Together:
                 self._lanes.hold(name)
-            self._lanes.send(name, message, memories)
+            self._lanes.send(name, message, regions)
         elif name in self._held:
             self._held[name].append(order)
         elif kind is Stop and self._lanes.leads_to(name):
@@ -303,7 +303,7 @@ class Backend:
         for number in numbers:
             self._lanes.unmap(number)
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
         return self._running.lives(name)
 
@@ -356,7 +356,7 @@ class Backend:
         """There will be no such child; `transient`: the cause may go away by itself."""
         owner = self._forget_child(name)
         end = End(None, explained(cause), not_started=transient, lost=lost)
-        self._do_later(functools.partial(owner.exited, name, end))
+        self._do_later(functools.partial(owner.on_exit, name, end))
 
     def _give_up_fork(self, told: Launch, why: str) -> None:
         self._give_up(told.name, f"it cannot be forked: {why}")
@@ -414,8 +414,8 @@ class Backend:
                     # It has connected its lane before it said so.
                     self._lanes.accept()
                 for order in self._held.pop(name, ()):
-                    self.order(name, order)
-                owner.heard(name, message, received.frames[_TENSORS], now)
+                    self.send_order(name, order)
+                owner.on_message(name, message, received.frames[_TENSORS], now)
         return count
 
     def _hear_of_births(self) -> None:
@@ -459,7 +459,7 @@ class Backend:
             self._on_broken_lane(name, error)
             return
         if name in self._owners:
-            self._owners[name].heard(name, message, frames[_TENSORS], clock.now())
+            self._owners[name].on_message(name, message, frames[_TENSORS], clock.now())
 
     def _on_forked(self, name: str, forked: Forked) -> None:
         if any(process.pid == forked.pid for process in self.processes.values()):
@@ -468,7 +468,7 @@ class Backend:
 
     def _on_broken_lane(self, name: str, error: RemoteProtocolError) -> None:
         if name in self._owners:
-            self._owners[name].heard(name, _broken(error), (), clock.now())
+            self._owners[name].on_message(name, _broken(error), (), clock.now())
         else:
             _log.warning("%s: it broke the protocol: %s", name, error)
             self._running.kill(name)
@@ -487,7 +487,7 @@ class Backend:
             end = dataclasses.replace(end, words=f"{end.words}; {hint}")
         # First: whom it has not forked would be ended else for nothing.
         self._nursery.lost(name)
-        owner.exited(name, end, clock.now())
+        owner.on_exit(name, end, clock.now())
 
     def _reap(self, name: str) -> End:
         """Wait for a process that has exited, and for what it has forked and could not tell any more."""

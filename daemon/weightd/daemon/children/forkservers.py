@@ -93,7 +93,7 @@ class ForkServers:
     def find(self, program: Program) -> ForkServer | None:
         """Return the one for this program, started anew if that is due; None if no model wants it."""
         server = self._all.get((program.python, program.engine))
-        if server is not None and not server.name and server.restarts.due <= clock.now():
+        if server is not None and not server.name and server.restarts.due_at <= clock.now():
             self._start(server)
         return server
 
@@ -125,10 +125,10 @@ class ForkServers:
         if server is None:
             return
         now = clock.now()
-        server.restarts.died(now - server.since, now)
+        server.restarts.on_death(now - server.since, now)
         server.name, server.why = "", f"its fork server is lost: {end}"
         _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, end)
-        if server.restarts.delay == 0.0:
+        if server.restarts.delay_s == 0.0:
             self._start(server)
 
     def _of(self, name: str) -> ForkServer | None:
@@ -142,7 +142,7 @@ class ForkServers:
             self._start_process(launch.fork_server(server.python, server.engine, name, self._address, log))
         except OSError as error:
             now = clock.now()
-            server.restarts.died(0.0, now)
+            server.restarts.on_death(0.0, now)
             server.why = explained(f"its fork server cannot be started: {error.strerror or error}")
         else:
             server.name, server.since, server.is_up, server.why = name, clock.now(), False, ""

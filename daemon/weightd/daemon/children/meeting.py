@@ -69,7 +69,7 @@ def written_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> 
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
     known: dict[int, str] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = ranktable.addresses(_HCCN_CONF.read_text("ascii"))
+        known = ranktable.parse_addresses(_HCCN_CONF.read_text("ascii"))
     entries: list[ranktable.Device] = []
     for device in devices:
         card = card_of(device) or 0
@@ -91,7 +91,7 @@ def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int
         device,
         threads=config.threads,
         sharing=False,
-        options=config.engine_options.json(),
+        options=config.engine_options.to_json(),
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
         why_spawned="ranks are of no fork server",

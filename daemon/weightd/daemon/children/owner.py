@@ -60,14 +60,14 @@ def digest_of(slices: Sequence[SliceSnapshot]) -> str:
 class Owner(Protocol):
     """Who has children started and snapshots taken. One object may stand for several that own a child together."""
 
-    def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
+    def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`, with these tensor frames behind it."""
 
-    def exited(self, child: str, end: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
         """A child has exited, or could not be started. What it had sent was told before."""
 
-    def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists, and its devices have said what they have."""
 
-    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""

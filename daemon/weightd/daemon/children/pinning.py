@@ -79,7 +79,7 @@ class Pinning:
         """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
         if expected and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
-            self._later(functools.partial(owner.pin_failed, source, text))
+            self._later(functools.partial(owner.on_snapshot_failed, source, text))
             return
         files = self._files(model, source)
         wanted = [
@@ -97,7 +97,7 @@ class Pinning:
             helpers.ask(self._running, files.directory.name, snapshotter.command(), files.log, tell, order=given)
         except (ClaimError, OSError) as error:
             cause = explained(f"cannot take a snapshot: {error}")
-            self._later(functools.partial(owner.pin_failed, source, cause, transient=is_transient(error)))
+            self._later(functools.partial(owner.on_snapshot_failed, source, cause, is_transient=is_transient(error)))
 
     def copied(self, model: str, source: Source) -> Copied | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
@@ -133,7 +133,7 @@ class Pinning:
                 cause = f"{cause}; {_REMEDY}"
             transient = answer.get("transient") is True or end.is_transient
             order.note(audit.FAILED, cause)
-            owner.pin_failed(source, cause, clock.now(), transient=transient)
+            owner.on_snapshot_failed(source, cause, clock.now(), is_transient=transient)
             return
         self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
         snapshot = _snapshot(config, source, files, taken)
@@ -141,10 +141,10 @@ class Pinning:
             files.remove()
             cause = f"{changed(source.path, expected, snapshot.sha256)}; {_REMEDY}"
             order.note(audit.FAILED, cause)
-            owner.pin_failed(source, cause, clock.now())
+            owner.on_snapshot_failed(source, cause, clock.now())
             return
         order.note(audit.OK, sha256=snapshot.sha256)
-        self._probing.ask(config.python, config.devices, files.log, lambda: owner.pinned(source, snapshot, clock.now()))
+        self._probing.ask(config.python, config.devices, files.log, lambda: owner.on_snapshot_taken(source, snapshot, clock.now()))
 
 
 def _models(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:

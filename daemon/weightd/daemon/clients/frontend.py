@@ -206,9 +206,9 @@ class Frontend:
         previous_tenants = {each.key: each.tenant for each in self._connections}
         self._connections.reassign_tenants()
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
-        for model in self._model_registry.everyone():
+        for model in self._model_registry.all_models():
             model.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), clock.now())
-            model.turn_away(functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED))
+            model.reject_metadata_requests(functools.partial(self._is_model_hidden, model.name), PermissionDenied(RIGHT_REVOKED))
 
     def _is_model_hidden(self, model: str, client: bytes) -> bool:
         connection = self._connections.get(client)
@@ -283,7 +283,7 @@ class Frontend:
         """Send the answer to a question for logs."""
         self._send(client, logs, max_bytes=limits.MAX_STATUS_BYTES)
 
-    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over, as soon as that is recorded."""
         self._on_operation_end(client, response.id)
         self._unsaved_responses.append((client, response))
@@ -293,7 +293,7 @@ class Frontend:
         while self._unsaved_responses:
             self._send(*self._unsaved_responses.pop(0))
 
-    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Tell the client that an update or a reload has failed, which was begun for it."""
         self._on_operation_end(client, request_id, error)
         self.tell_error(client, request_id, error)
@@ -360,7 +360,7 @@ class Frontend:
         if tenant.config.acts_for and not (name in self._model_registry.models and tenant.sees(name)):
             # It may exist for the tenant that the message names.
             return None
-        signature = self._find_model(name, tenant).desk.signature.built
+        signature = self._find_model(name, tenant).dispatcher.signature.built
         return None if signature is None else request_items(len(signature.inputs), len(signature.outputs))
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
@@ -412,7 +412,7 @@ class Frontend:
         request.account.accepts(nbytes)
 
     def _on_cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
-        for each in self._model_registry.everyone():
+        for each in self._model_registry.all_models():
             each.cancel(connection.key, message.id, now)
 
     def _on_register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
@@ -431,7 +431,7 @@ class Frontend:
 
     def _on_model_metadata(self, connection: Connection, message: ModelMetadata, frames: Sequence[Any], now: float) -> None:
         model = self._find_model(message.model_name, self._charge_viewer(connection, message.tenant, now).tenant)
-        model.metadata(Waiter(connection.key, message.id, connection.user))
+        model.request_metadata(Waiter(connection.key, message.id, connection.user))
 
     def _on_server_metadata(
         self, connection: Connection, message: ServerMetadata, frames: Sequence[Any], now: float
@@ -448,7 +448,7 @@ class Frontend:
         else:
             models = list(self._visible_models(viewer).values())
         reasons = (
-            ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready(now))]
+            ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready_reason(now))]
         )
         self._send(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
@@ -560,8 +560,8 @@ class Frontend:
     def _on_disconnected(self, connection: Connection) -> None:
         self._authorizer.remove_connection(connection)
         if connection.has_spoken:
-            for model in self._model_registry.everyone():
-                model.vanished(connection.key, clock.now())
+            for model in self._model_registry.all_models():
+                model.on_disconnect(connection.key, clock.now())
         self.regions.remove_client(connection.key)
 
     def _unmap_closed(self) -> None:
@@ -598,7 +598,7 @@ class Frontend:
 
     def _shed_requests(self, client: bytes) -> None:
         memory_error = ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)
-        for model in self._model_registry.everyone():
+        for model in self._model_registry.all_models():
             model.shed(lambda request: request.client == client, memory_error, clock.now())
 
     def _send(

@@ -78,7 +78,7 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
     path = Path(model.path)
     try:
         with Model(path) as files, files.open(files.files[0]) as file:
-            yield from (f"path: {path}: {problem}" for problem in model.engine_spec.refusals(file))
+            yield from (f"path: {path}: {problem}" for problem in model.engine_spec.find_problems(file))
     except ModelFileError as error:
         yield from (f"path: {problem}" for problem in str(error).splitlines())
     except OSError as error:

@@ -232,7 +232,7 @@ def complete_model(
         cores=tuple(
             cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
-        mindspore_lite=config.mindspore_lite.complete(base),
+        mindspore_lite=config.mindspore_lite.resolve_paths(base),
         canary=str(base / inputs_path) if inputs_path else config.canary,
     )
 
@@ -248,7 +248,7 @@ def engine_name(config: ModelConfig) -> str:
 def _spare_count(config: ModelConfig) -> int:
     if config.spares is not None or config.ranks is not None:
         return config.spares or 0
-    return ascend.SPARES if config.is_on_cards else 0
+    return ascend.DEFAULT_SPARES if config.is_on_cards else 0
 
 
 def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
@@ -322,16 +322,16 @@ def _check_batching(config: ModelConfig) -> Iterator[FieldError]:
 
 def _check_engine(config: ModelConfig) -> Iterator[FieldError]:
     engine = engine_name(config)
-    if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].ranks_only):
+    if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].is_ranks_only):
         expected = f"expected mindspore, or on cards mindspore_lite: engine {engine} has no ranks"
         yield FieldError(expected).at(".engine")
         return
-    if config.ranks is None and ENGINES[engine].ranks_only:
+    if config.ranks is None and ENGINES[engine].is_ranks_only:
         text = f"engine {engine} runs only the ranks of a model, which the table [models.NAME.ranks] gives"
         yield FieldError(text).at(".engine")
         return
     for index, device in enumerate(config.devices):
-        if not ENGINES[engine].runs_on(device):
+        if not ENGINES[engine].can_run_on(device):
             yield FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")
             return
 

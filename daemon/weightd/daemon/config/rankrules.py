@@ -176,7 +176,7 @@ def _check_rank_table(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]
             yield FieldError(f"only {MINDSPORE_LITE} reads it, the engine is {config.engine}").at(f".ranks.{key}")
     if not ranks.is_on_cards or ranks.is_table_generated or not ranks.rank_table:
         return
-    yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.of_path(ranks.rank_table))
+    yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.path_problems(ranks.rank_table))
     if len(ranks.groups) > 1 and GROUP_PLACEHOLDER not in ranks.rank_table:
         text = f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of its own"
         yield FieldError(text).at(".ranks.rank_table")

@@ -193,7 +193,7 @@ def _check_rank_tables(name: str, model: ModelConfig, ranks: Ranks, visible_devi
             if isinstance(table, str):
                 yield f"ranks.rank_table: {path}: {table}"
                 continue
-            yield from (f"ranks.rank_table: {path}: {each}" for each in ranktable.of_devices(table, cards))
+            yield from (f"ranks.rank_table: {path}: {each}" for each in ranktable.device_problems(table, cards))
             ports = [(each.port or ranktable.DEFAULT_PORT,) for each in table.devices]
         yield from _check_ports(name, cards, ports, port_owners)
 
@@ -221,7 +221,7 @@ def read_rank_table(path: Path) -> RankTable | str:
         content = read_regular(resolved_path, ranktable.MAX_BYTES)
     except OSError as error:
         return error.strerror or str(error)
-    problem = next(ranktable.of_path(resolved_path), "")
+    problem = next(ranktable.path_problems(resolved_path), "")
     if problem:
         return f"links resolved, {problem}" if resolved_path != str(path) else problem
     try:

@@ -75,9 +75,9 @@ class Herald:
         told: list[str] = []
         required = [model for model in models if model.config.required]
         self._served &= {model.name for model in required}
-        self._served |= {model.name for model in required if model.serves}
+        self._served |= {model.name for model in required if model.is_serving}
         stuck = {model.name for model in required if not self._goes_on(model, now)}
-        if not self.ready and all(model.serves or self._is_optional(model) for model in required):
+        if not self.ready and all(model.is_serving or self._is_optional(model) for model in required):
             self.ready = True
             told.append("READY=1")
         if not self.ready and not stuck:
@@ -108,14 +108,14 @@ class Herald:
         pauses between two tries are part of it. What a reload has added and what cannot be loaded says nothing of the
         daemon.
         """
-        if model.name not in self._served or not model.unready(now):
+        if model.name not in self._served or not model.unready_reason(now):
             return True
         return not _has_workers(model) and not model.has_failed and model.name not in stuck
 
     def _goes_on(self, model: Model, now: float) -> bool:
         """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
         before = self._progress.get(model.name)
-        progress = model.main.progress
+        progress = model.main_generation.progress
         if before is None or before[0] != progress:
             self._progress[model.name] = progress, now
             return True
@@ -123,7 +123,7 @@ class Herald:
 
 
 def _has_workers(model: Model) -> bool:
-    return model.serves and any(each.serving is not None and each.serving.enlisted for each in model.deployments)
+    return model.is_serving and any(each.serving is not None and each.serving.serving_processes for each in model.deployments)
 
 
 def _doing(models: Iterable[Model], far: Callable[[Life], str]) -> Iterator[str]:
@@ -132,12 +132,12 @@ def _doing(models: Iterable[Model], far: Callable[[Life], str]) -> Iterator[str]
     workers = 0
     for model in models:
         for deployment in model.deployments:
-            main = deployment.main
+            main = deployment.main_generation
             where = "" if main.device == CPU else f" on {main.device}"
             if main.progress != "serving":
                 others[", ".join(filter(None, [main.progress + where, far(main)]))] += 1
-        serving += model.serves
-        workers += sum(len(each.serving.enlisted) for each in model.deployments if each.serving is not None)
+        serving += model.is_serving
+        workers += sum(len(each.serving.serving_processes) for each in model.deployments if each.serving is not None)
     for doing, count in others.items():
         yield f"{count} {'model is' if count == 1 else 'models are'} {doing}"
     yield f"serving {serving} models from {workers} workers"

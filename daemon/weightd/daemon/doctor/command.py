@@ -158,7 +158,7 @@ def _test_sharing(options: argparse.Namespace, report: Report, environment: Mapp
         environment=environment,
     )
     with Children(program, options.limit) as children:
-        selftest_report = share(children, Canary.configured(options.canary))
+        selftest_report = share(children, Canary.from_config(options.canary))
     return trial_checks.evaluate(selftest_report, report.value("memory", "free_bytes")) + trial_checks.check_survivors(children.survivors)
 
 

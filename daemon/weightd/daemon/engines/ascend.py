@@ -6,18 +6,18 @@ from weightd.daemon.host.memory import MIB
 
 # aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
 MAX_PROCESSES = 63
-MAX_PROCESSES_OF_A_GUEST = 32
+MAX_PROCESSES_IN_VM = 32
 
 # Only processes that the holder knew at its build attach there: who is to take a lost worker's place has to be one.
-SPARES = 1
+DEFAULT_SPARES = 1
 
 # Shared weights take whole huge pages of the card, and one more even where they fit exactly.
-_GRANULE = 2 * MIB
+_HUGE_PAGE_BYTES = 2 * MIB
 
 
-def on_card(weights: int) -> int:
+def card_bytes(weight_bytes: int) -> int:
     """Return the bytes of a card that so many bytes of weights take."""
-    return (weights // _GRANULE + 1) * _GRANULE
+    return (weight_bytes // _HUGE_PAGE_BYTES + 1) * _HUGE_PAGE_BYTES
 
 
 def physical_id(device: int, visible: str) -> int | None:

@@ -23,9 +23,9 @@ from weightd.shared.userpaths import user_path
 _SHAPES = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
-_TO_SLOW_CORES = 2
+_BIND_SLOW_CORES = 2
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
-_FILES = ("config_file", "dec_key_file")
+_FILE_KEYS = ("config_file", "dec_key_file")
 
 # The library reads them from its configuration file, too; who shares what is weightd's to say.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
@@ -71,9 +71,9 @@ class MindSporeLiteOptions(EngineOptions):
     variable_weights: bool = field(default=False, metadata=boolean())
     """On Ascend: the model was converted so that its weights can be changed. Such a model shares no weights."""
 
-    def complete(self, base: Path) -> MindSporeLiteOptions:
+    def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
         """Return the options with paths that are absolute."""
-        paths: dict[str, Any] = {key: getattr(self, key) for key in _FILES}
+        paths: dict[str, Any] = {key: getattr(self, key) for key in _FILE_KEYS}
         paths = {key: str(base / path) if path else "" for key, path in paths.items()}
         return dataclasses.replace(self, **paths)
 
@@ -81,16 +81,16 @@ class MindSporeLiteOptions(EngineOptions):
         """Yield what does not go together, or would have no effect."""
         on_cards = not all(map(is_cpu, devices))
         for key, reason in (
-            *(_without_effect_on_cards(self) if on_cards else _without_effect_on_the_cpu(self)),
-            *(_off_the_cores(self) if any(map(has_cores, devices)) else ()),
-            *_without_effect(self),
-            *(_not_shared(self) if on_cards and sharing == "on" else ()),
+            *(_no_effect_on_cards(self) if on_cards else _no_effect_on_cpu(self)),
+            *(_core_binding_problems(self) if any(map(has_cores, devices)) else ()),
+            *_no_effect(self),
+            *(_sharing_problems(self) if on_cards and sharing == "on" else ()),
         ):
-            yield _refused(key, reason)
+            yield _field_error(key, reason)
 
     def file_problems(self) -> Iterator[FieldError]:
         """Look at the files that the options name, of the key not at its content."""
-        for key in _FILES:
+        for key in _FILE_KEYS:
             path: str = getattr(self, key)
             if path:
                 try:
@@ -98,13 +98,13 @@ class MindSporeLiteOptions(EngineOptions):
                 except FieldError as error:
                     yield error
                 except OSError as error:
-                    yield _refused(key, f"{path}: {error.strerror}")
+                    yield _field_error(key, f"{path}: {error.strerror}")
 
     def _check_file(self, key: str, path: Path) -> None:
         # The key must be this very file: a link's target has another owner and mode.
         status = path.lstat() if key == "dec_key_file" else path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise _refused(key, f"{path}: expected a regular file")
+            raise _field_error(key, f"{path}: expected a regular file")
         if key == "dec_key_file":
             _check_private(key, path, status)
         else:
@@ -112,23 +112,23 @@ class MindSporeLiteOptions(EngineOptions):
 
 
 # Measured with 2.0.0, which has several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
-SPEC = EngineSpec("mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, on_cards=True, build_factor=6.5)
+SPEC = EngineSpec("mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, can_run_on_cards=True, build_factor=6.5)
 
 _Problem = tuple[str, str]
 
 
-def _without_effect_on_the_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+def _no_effect_on_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("provider", "precision_mode", "variable_weights"):
         if getattr(options, key):
             yield key, "it has no effect on the cpu, only on a card"
     if options.parallel_workers > 1:
         if options.dec_key_file:
             yield "dec_key_file", "parallel workers have no key; set parallel_workers = 1"
-        if options.thread_affinity_mode == _TO_SLOW_CORES:
+        if options.thread_affinity_mode == _BIND_SLOW_CORES:
             yield "thread_affinity_mode", "parallel workers are not bound to the slow cores; set 0 or 1"
 
 
-def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+def _no_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "max_shape"):
         if getattr(options, key):
             yield key, "it has no effect on a card, only on the cpu"
@@ -136,20 +136,20 @@ def _without_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem
         yield "parallel_workers", "expected 1 on a card, where each of them would have its own weights"
 
 
-def _off_the_cores(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+def _core_binding_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("thread_affinity_mode", "thread_affinity_cores"):
         if getattr(options, key):
             yield key, "threads stay on the cores of the model's device, which the table [devices] names"
 
 
-def _without_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+def _no_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     if options.thread_affinity_mode and options.thread_affinity_cores:
         yield "thread_affinity_mode", "it has no effect beside thread_affinity_cores"
     if options.dec_mode != "AES-GCM" and not options.dec_key_file:
         yield "dec_mode", "it has no effect without dec_key_file"
 
 
-def _not_shared(options: MindSporeLiteOptions) -> Iterator[_Problem]:
+def _sharing_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     remedy = 'set sharing = "off"'
     if options.provider == "ge":
         yield "provider", f'weights cannot be shared with the provider "ge": it exports none; {remedy}'
@@ -162,11 +162,11 @@ def _not_shared(options: MindSporeLiteOptions) -> Iterator[_Problem]:
 def _check_private(key: str, path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode not in (0o600, 0o400):
-        raise _refused(key, f"{path}: expected mode 0600 or 0400, got {mode:04o}")
+        raise _field_error(key, f"{path}: expected mode 0600 or 0400, got {mode:04o}")
     if status.st_uid not in (0, os.geteuid()):
-        raise _refused(key, f"{path}: expected a file of this user or root, got one of uid {status.st_uid}")
+        raise _field_error(key, f"{path}: expected a file of this user or root, got one of uid {status.st_uid}")
     if status.st_size == 0:
-        raise _refused(key, f"{path}: the file is empty")
+        raise _field_error(key, f"{path}: the file is empty")
 
 
 def _check_config(key: str, path: Path, provider: str) -> None:
@@ -181,7 +181,7 @@ def _check_config(key: str, path: Path, provider: str) -> None:
                 'provider = ge would run the model by the graph engine, unseen; set provider = "ge" beside this key'
             )
         if reason:
-            raise _refused(key, f"{path}: {reason}")
+            raise _field_error(key, f"{path}: {reason}")
 
 
 def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -200,5 +200,5 @@ def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
             yield section, name.strip(), value.strip()
 
 
-def _refused(key: str, reason: str) -> FieldError:
+def _field_error(key: str, reason: str) -> FieldError:
     return FieldError(reason).at(f".{key}")

@@ -43,7 +43,7 @@ class Device(NamedTuple):
         port: on which its communication listens; 0: HCCL's own.
     """
 
-    number: int
+    physical_id: int
     ip: str = ""
     port: int = 0
 
@@ -71,7 +71,7 @@ def generate(devices: Sequence[Device], server: str = "localhost") -> str:
     has_ips = all(each.ip for each in devices)
     entries: list[dict[str, str]] = []
     for rank, device in enumerate(devices):
-        entry = {"device_id": str(device.number)}
+        entry = {"device_id": str(device.physical_id)}
         if has_ips:
             entry["device_ip"] = device.ip
         if device.port:
@@ -86,7 +86,7 @@ def generate(devices: Sequence[Device], server: str = "localhost") -> str:
     return json.dumps(table, indent=2) + "\n"
 
 
-def addresses(hccn_conf: str) -> dict[int, str]:
+def parse_addresses(hccn_conf: str) -> dict[int, str]:
     """Return the addresses that /etc/hccn.conf gives, by the physical number of the card."""
     matches = (_ADDRESS.fullmatch(line.strip()) for line in hccn_conf.splitlines())
     return {int(match.group(1)): match.group(2) for match in matches if match and is_address(match.group(2))}
@@ -104,7 +104,7 @@ def is_address(text: str) -> bool:
 # --- Read -------------------------------------------------------------------------------------------------------------
 
 
-def of_path(path: str) -> Iterator[str]:
+def path_problems(path: str) -> Iterator[str]:
     """Say why HCCL would not read a table at this path, links resolved: it looks for the suffix anywhere in it."""
     if not path.endswith(SUFFIX) or path.count(SUFFIX) > 1:
         yield f"expected a path with {SUFFIX} once, at its end, got {path!r}"
@@ -120,21 +120,21 @@ def parse(text: str) -> RankTable:
         content: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FieldError(f"not JSON: {error}") from None
-    table = _object(content)
-    has_pods = _head(table)
+    table = _expect_object(content)
+    has_pods = _parse_head(table)
     names: list[str] = []
     ranks: dict[int, Device] = {}
-    for index, server in enumerate(_list(table, "server_list")):
-        with _at(f".server_list[{index}]"):
-            _server(_object(server), names, ranks, has_pods=has_pods)
-    with _at(".server_list"):
-        _all_there(names, ranks)
+    for index, server in enumerate(_get_list(table, "server_list")):
+        with _error_at(f".server_list[{index}]"):
+            _parse_server(_expect_object(server), names, ranks, has_pods=has_pods)
+    with _error_at(".server_list"):
+        _check_complete(names, ranks)
     if has_pods:
-        _pods(table, names)
+        _check_pods(table, names)
     return RankTable(tuple(ranks[rank] for rank in sorted(ranks)), names[0])
 
 
-def of_devices(table: RankTable, devices: Mapping[str, int | None]) -> Iterator[str]:
+def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iterator[str]:
     """Say where a table is not that of a group.
 
     Args:
@@ -146,26 +146,26 @@ def of_devices(table: RankTable, devices: Mapping[str, int | None]) -> Iterator[
         yield f"expected {len(devices)} ranks, as devices has, got {len(table.devices)}"
         return
     for rank, (entry, (name, number)) in enumerate(zip(table.devices, devices.items(), strict=True)):
-        if number is not None and entry.number != number:
-            yield f"rank {rank}: expected device_id {number}, which {name} is, got {entry.number}"
+        if number is not None and entry.physical_id != number:
+            yield f"rank {rank}: expected device_id {number}, which {name} is, got {entry.physical_id}"
 
 
-def _head(table: Mapping[str, Any]) -> bool:
+def _parse_head(table: Mapping[str, Any]) -> bool:
     """Check what stands before the servers, and return whether these are in super pods."""
-    version = _text(table, "version")
+    version = _get_text(table, "version")
     if version not in _VERSIONS:
         raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {shown(version)}").at(".version")
-    status = _text(table, "status")
+    status = _get_text(table, "status")
     if status != _COMPLETED:
         raise FieldError(f'expected "{_COMPLETED}", for else HCCL waits, got {shown(status)}').at(".status")
-    count = len(_list(table, "server_list"))
-    if "server_count" in table and _number(table, "server_count") != count:
+    count = len(_get_list(table, "server_list"))
+    if "server_count" in table and _get_number(table, "server_count") != count:
         text = f'expected "{count}", as server_list has, got {shown(table["server_count"])}'
         raise FieldError(text).at(".server_count")
     return version == "1.2"
 
 
-def _all_there(names: Sequence[str], ranks: Mapping[int, Device]) -> None:
+def _check_complete(names: Sequence[str], ranks: Mapping[int, Device]) -> None:
     if len(names) > 1:
         raise FieldError(f"expected one server, for all ranks are on this host, got {len(names)}")
     if not ranks:
@@ -175,96 +175,96 @@ def _all_there(names: Sequence[str], ranks: Mapping[int, Device]) -> None:
         raise FieldError(f"expected ranks 0 to {len(ranks) - 1}, but there is no rank {missing}")
 
 
-def _server(server: Mapping[str, Any], names: list[str], ranks: dict[int, Device], *, has_pods: bool) -> None:
-    name = _text(server, "server_id")
+def _parse_server(server: Mapping[str, Any], names: list[str], ranks: dict[int, Device], *, has_pods: bool) -> None:
+    name = _get_text(server, "server_id")
     if not 0 < len(name) <= _MAX_SERVER_ID:
         raise FieldError(f"expected 1 to {_MAX_SERVER_ID} characters, got {len(name)}").at(".server_id")
     names.append(name)
-    for index, entry in enumerate(_list(server, "device")):
-        with _at(f".device[{index}]"):
-            rank, device = _device(_object(entry), has_pods=has_pods)
-            _single(rank, device, ranks)
+    for index, entry in enumerate(_get_list(server, "device")):
+        with _error_at(f".device[{index}]"):
+            rank, device = _parse_device(_expect_object(entry), has_pods=has_pods)
+            _check_unique(rank, device, ranks)
             ranks[rank] = device
 
 
-def _device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, Device]:
+def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, Device]:
     if has_pods:
-        _number(entry, "super_device_id")
+        _get_number(entry, "super_device_id")
     ip = ""
     if "device_ip" in entry:
-        ip = _text(entry, "device_ip")
+        ip = _get_text(entry, "device_ip")
         if not is_address(ip):
             raise FieldError(f"expected an address, got {shown(ip)}").at(".device_ip")
     port = 0
     if "device_port" in entry:
-        port = _number(entry, "device_port")
+        port = _get_number(entry, "device_port")
         if not 0 < port <= MAX_PORT:
             raise FieldError(f'expected a port, "1" to "{MAX_PORT}", got "{port}"').at(".device_port")
-    return _number(entry, "rank_id"), Device(_number(entry, "device_id"), ip, port)
+    return _get_number(entry, "rank_id"), Device(_get_number(entry, "device_id"), ip, port)
 
 
-def _single(rank: int, device: Device, ranks: Mapping[int, Device]) -> None:
+def _check_unique(rank: int, device: Device, ranks: Mapping[int, Device]) -> None:
     if rank in ranks:
         raise FieldError(f'"{rank}" is given twice').at(".rank_id")
     for other in ranks.values():
-        if other.number == device.number:
-            raise FieldError(f'"{device.number}" is given twice').at(".device_id")
+        if other.physical_id == device.physical_id:
+            raise FieldError(f'"{device.physical_id}" is given twice').at(".device_id")
         if device.ip and other.ip == device.ip:
             raise FieldError(f'"{device.ip}" is given twice').at(".device_ip")
 
 
-def _pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
     """Each server is of a super pod."""
-    known: list[str] = []
-    for index, each in enumerate(_list(table, "super_pod_list")):
-        with _at(f".super_pod_list[{index}]"):
-            pod = _object(each)
-            _text(pod, "super_pod_id")
-            for place, server in enumerate(_list(pod, "server_list")):
-                with _at(f".server_list[{place}]"):
-                    known.append(_text(_object(server), "server_id"))
-    if sorted(known) != sorted(names):
-        text = f"expected the servers of server_list, {', '.join(names)}, got {', '.join(known)}"
+    pod_servers: list[str] = []
+    for index, each in enumerate(_get_list(table, "super_pod_list")):
+        with _error_at(f".super_pod_list[{index}]"):
+            pod = _expect_object(each)
+            _get_text(pod, "super_pod_id")
+            for place, server in enumerate(_get_list(pod, "server_list")):
+                with _error_at(f".server_list[{place}]"):
+                    pod_servers.append(_get_text(_expect_object(server), "server_id"))
+    if sorted(pod_servers) != sorted(names):
+        text = f"expected the servers of server_list, {', '.join(names)}, got {', '.join(pod_servers)}"
         raise FieldError(text).at(".super_pod_list")
 
 
 @contextlib.contextmanager
-def _at(step: str) -> Generator[None, None, None]:
+def _error_at(step: str) -> Generator[None, None, None]:
     try:
         yield
     except FieldError as error:
         raise error.at(step) from None
 
 
-def _object(value: Any) -> Mapping[str, Any]:
+def _expect_object(value: Any) -> Mapping[str, Any]:
     if type(value) is not dict:
         raise FieldError(f"expected an object, got {got(value)}")
     return cast("dict[str, Any]", value)
 
 
-def _list(table: Mapping[str, Any], key: str) -> list[Any]:
-    value = _given(table, key)
+def _get_list(table: Mapping[str, Any], key: str) -> list[Any]:
+    value = _get_value(table, key)
     if type(value) is not list:
         raise FieldError(f"expected a list, got {got(value)}").at(f".{key}")
     items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
     return items  # pyright: ignore[reportUnknownVariableType]
 
 
-def _text(table: Mapping[str, Any], key: str) -> str:
-    value = _given(table, key)
+def _get_text(table: Mapping[str, Any], key: str) -> str:
+    value = _get_value(table, key)
     if type(value) is not str:
         raise FieldError(f"expected text, which HCCL has every value as, got {got(value)}").at(f".{key}")
     return value
 
 
-def _number(table: Mapping[str, Any], key: str) -> int:
-    value = _text(table, key)
+def _get_number(table: Mapping[str, Any], key: str) -> int:
+    value = _get_text(table, key)
     if not _NUMBER.fullmatch(value):
         raise FieldError(f"expected a number as text, got {shown(value)}").at(f".{key}")
     return int(value)
 
 
-def _given(table: Mapping[str, Any], key: str) -> Any:
+def _get_value(table: Mapping[str, Any], key: str) -> Any:
     if key not in table:
         raise FieldError("missing").at(f".{key}")
     return table[key]

@@ -18,7 +18,7 @@ _Options = TypeVar("_Options", bound="EngineOptions")
 class EngineOptions:
     """The keys that a model has for its engine alone, each with a default. Most engines need none."""
 
-    def complete(self: _Options, base: Path) -> _Options:
+    def resolve_paths(self: _Options, base: Path) -> _Options:
         """Return the options with paths that are absolute; `base` is what they are relative to."""
         del base
         return self
@@ -37,14 +37,14 @@ class EngineOptions:
         """Look at the files that the options name, of a secret not at its content, and yield what is wrong."""
         return iter(())
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """Return what differs from the defaults, as a worker takes it; of files, only their paths."""
         default = type(self)()
-        given = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
-        return json.dumps(given, sort_keys=True)
+        non_defaults = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
+        return json.dumps(non_defaults, sort_keys=True)
 
 
-def _nothing(file: BinaryIO) -> list[str]:
+def _no_problems(file: BinaryIO) -> list[str]:
     del file
     return []
 
@@ -70,13 +70,13 @@ class EngineSpec:
     name: str
     suffix: str
     options: type[EngineOptions] = EngineOptions
-    on_cards: bool = False
-    ranks_only: bool = False
+    can_run_on_cards: bool = False
+    is_ranks_only: bool = False
     has_broker: bool = False
     build_factor: float = 1.0
     template_threads: int = 0
-    refusals: Callable[[BinaryIO], list[str]] = _nothing
+    find_problems: Callable[[BinaryIO], list[str]] = _no_problems
 
-    def runs_on(self, device: str) -> bool:
+    def can_run_on(self, device: str) -> bool:
         """Return whether models of this engine can be on a device of that name."""
-        return self.on_cards or is_cpu(device)
+        return self.can_run_on_cards or is_cpu(device)

@@ -8,8 +8,8 @@ from typing import Any
 from weightd.daemon.generations.actions import Action, Role, Send
 from weightd.daemon.generations.child import FOREVER, Child, Roster
 from weightd.daemon.generations.states import (
-    ACCESS,
-    SHUT,
+    ATTACH_TRANSITIONS,
+    ATTACH_CLOSED,
     AccessEvent,
     AccessState,
     ChildEvent,
@@ -22,18 +22,18 @@ from weightd.protocol.messages.children import Allow, Allowed, Attach, Settle
 ALLOW_TIMEOUT_S = 10.0
 
 # How each state that is written down is reached by who takes it over: by the events that have led there.
-_EVENTS: Mapping[AccessState, tuple[AccessEvent, ...]] = {
+_RESTORE_EVENTS: Mapping[AccessState, tuple[AccessEvent, ...]] = {
     AccessState.OPEN: (),
-    AccessState.HEIRS: (AccessEvent.INHERIT,),
-    AccessState.ORPHANED: (AccessEvent.INHERIT, AccessEvent.ORPHAN),
-    AccessState.LISTED: (AccessEvent.FIX,),
-    AccessState.CLOSED: (AccessEvent.FIX, AccessEvent.ASK, AccessEvent.REFUSE),
-    AccessState.STRIPPED: (AccessEvent.STRIP,),
-    AccessState.FROZEN: (AccessEvent.FIX, AccessEvent.LOSE),
+    AccessState.FORK_ONLY: (AccessEvent.FORK,),
+    AccessState.ORPHANED: (AccessEvent.FORK, AccessEvent.ORPHAN),
+    AccessState.LISTED: (AccessEvent.FIX_PIDS,),
+    AccessState.CLOSED: (AccessEvent.FIX_PIDS, AccessEvent.REQUEST_ALLOW, AccessEvent.REFUSE),
+    AccessState.FILES_LOST: (AccessEvent.LOSE_FILES,),
+    AccessState.FROZEN: (AccessEvent.FIX_PIDS, AccessEvent.LOSE_HOLDER),
 }
 
 # What is written down of who may attach. What has been asked is not: nobody would know what becomes of it.
-RECORDED = tuple(state.value for state in _EVENTS)
+PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
 class Access:
@@ -55,21 +55,21 @@ class Access:
     def __init__(
         self,
         label: str,
-        roster: Roster,
-        want: Callable[[Action], None],
-        tell: Callable[[str], None],
+        processes: Roster,
+        emit: Callable[[Action], None],
+        log: Callable[[str], None],
         extra: Mapping[str, Any],
     ) -> None:
-        self.why = ""
-        self.guard = ""
+        self.closed_reason = ""
+        self.required_holder = ""
         self.deadline = FOREVER
-        self._asked = ""
+        self._requested_worker = ""
         # Something may have attached since what only attaching needs was given back.
-        self._unsettled = False
-        self._machine = Machine(ACCESS, AccessState.OPEN, label, extra)
-        self._roster = roster
-        self._want = want
-        self._tell = tell
+        self._should_trim = False
+        self._machine = Machine(ATTACH_TRANSITIONS, AccessState.OPEN, label, extra)
+        self._processes = processes
+        self._emit = emit
+        self._log = log
 
     @property
     def state(self) -> AccessState:
@@ -82,14 +82,14 @@ class Access:
         return self.state is AccessState.OPEN
 
     @property
-    def has_heirs(self) -> bool:
+    def is_fork_only(self) -> bool:
         """Whether workers are forked of the holder."""
-        return self.state is AccessState.HEIRS
+        return self.state is AccessState.FORK_ONLY
 
     @property
-    def is_shut(self) -> bool:
+    def is_attach_closed(self) -> bool:
         """Whether lost workers cannot be replaced."""
-        return self.state in SHUT
+        return self.state in ATTACH_CLOSED
 
     @property
     def is_frozen(self) -> bool:
@@ -101,59 +101,59 @@ class Access:
         """Whether the weights are, as far as it is known."""
         return self.state is not AccessState.INVALID
 
-    def trusts(self, holder_lives: Callable[[str], bool]) -> bool:
+    def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
         """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
-        return self._machine.state is not AccessState.INVALID and (not self.guard or holder_lives(self.guard))
+        return self._machine.state is not AccessState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
     # --- what happens -------------------------------------------------------------------------------------------
 
-    def greeted(self, *, is_fixed: bool) -> None:
+    def on_hello(self, *, has_fixed_pids: bool) -> None:
         """Somebody is up. Where it `is_fixed`, the engine must know at the build who will attach."""
-        if self.is_open and is_fixed:
-            self._advance(AccessEvent.FIX)
-        if self.is_open or self.has_heirs:
+        if self.is_open and has_fixed_pids:
+            self._advance(AccessEvent.FIX_PIDS)
+        if self.is_open or self.is_fork_only:
             self._admit_greeted()
 
-    def listed(self) -> None:
+    def on_build_started(self) -> None:
         """The holder builds, and is told who is up."""
         self._admit_greeted()
 
-    def built(self, *, is_shared: bool, is_template: bool = False) -> None:
+    def on_built(self, *, is_shared: bool, is_template: bool = False) -> None:
         """The holder has built. If it has nothing to share, nobody depends on it."""
-        self._unsettled = True
+        self._should_trim = True
         if is_template:
-            self._advance(AccessEvent.INHERIT)
+            self._advance(AccessEvent.FORK)
         elif not is_shared and not self.is_open:
             self._advance(AccessEvent.UNSHARE)
             self._admit_greeted()
 
-    def attached(self) -> None:
+    def on_attached(self) -> None:
         """A worker has."""
-        self._unsettled = True
+        self._should_trim = True
 
-    def allowed(self, allowed: Allowed) -> None:
+    def on_allowed(self, allowed: Allowed) -> None:
         """The holder has been asked to let one more process attach, one that it did not know at its build."""
-        if self.state is not AccessState.ASKING:
+        if self.state is not AccessState.ALLOW_PENDING:
             return
-        asked = self._roster.children.get(self._asked)
+        worker = self._processes.children.get(self._requested_worker)
         if allowed.error:
-            self._shut(AccessEvent.REFUSE, allowed.error)
+            self._close_attach(AccessEvent.REFUSE, allowed.error)
             return
         self._advance(AccessEvent.ALLOW)
-        if asked is not None and asked.state is ChildState.GREETED:
-            asked.advance(ChildEvent.ADMIT)
+        if worker is not None and worker.state is ChildState.GREETED:
+            worker.advance(ChildEvent.ADMIT)
 
-    def holder_lost(self) -> None:
+    def on_holder_lost(self) -> None:
         """Where it need not know who attaches, that goes on without it. Whom it has forked has all that it needs."""
-        if self.has_heirs:
-            self._shut(AccessEvent.ORPHAN, "the template is lost, of which they would be forked")
-        elif self.state in (AccessState.LISTED, AccessState.ASKING, AccessState.CLOSED):
-            self._advance(AccessEvent.LOSE)
+        if self.is_fork_only:
+            self._close_attach(AccessEvent.ORPHAN, "the template is lost, of which they would be forked")
+        elif self.state in (AccessState.LISTED, AccessState.ALLOW_PENDING, AccessState.CLOSED):
+            self._advance(AccessEvent.LOSE_HOLDER)
 
-    def files_lost(self, why: str) -> None:
+    def on_files_lost(self, reason: str) -> None:
         """What lost workers would need to load has vanished: those that are there go on."""
-        if self.is_valid and not self.is_shut:
-            self._shut(AccessEvent.STRIP, why)
+        if self.is_valid and not self.is_attach_closed:
+            self._close_attach(AccessEvent.LOSE_FILES, reason)
 
     def invalidate(self) -> None:
         """What is computed on the weights may be anything from now on."""
@@ -163,75 +163,75 @@ class Access:
     def tick(self, now: float) -> None:
         """Time has passed."""
         if now >= self.deadline:
-            self._shut(AccessEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
+            self._close_attach(AccessEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
 
     # --- what is done -------------------------------------------------------------------------------------------
 
-    def attach_next(self, order: Attach, now: float, patience: float, at_once: Callable[[], int]) -> None:
+    def attach_next(self, order: Attach, now: float, timeout_s: float, attach_limit: Callable[[], int]) -> None:
         """Let further workers attach, each for `patience` seconds, but no more of them `at_once` than that says.
 
         Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
         """
         waiting = ChildState.ADMITTED, ChildState.GREETED
-        if not self._roster.count(*waiting) or self._roster.count(ChildState.AWAITED):
+        if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
             return
-        room = at_once() - self._roster.count(ChildState.ATTACHING)
-        for worker in self._roster.counted(Role.WORKER):
-            if room <= 0:
+        free_count = attach_limit() - self._processes.count(ChildState.ATTACHING)
+        for worker in self._processes.usable(Role.WORKER):
+            if free_count <= 0:
                 return
             if worker.state is ChildState.GREETED:
-                self._ask_for(worker, now)
+                self._request_allow(worker, now)
             elif worker.state is ChildState.ADMITTED:
-                worker.advance(ChildEvent.ATTACH, now + patience)
-                self._want(Send(worker.name, order))
-                room -= 1
+                worker.advance(ChildEvent.ATTACH, now + timeout_s)
+                self._emit(Send(worker.name, order))
+                free_count -= 1
 
-    def dismiss_uninvited(self, deadline: float) -> None:
+    def stop_unattachable(self, deadline: float) -> None:
         """A process that can never attach only takes memory."""
-        uninvited = [ChildState.SPAWNED, ChildState.GREETED, *([ChildState.ADMITTED] if self.is_frozen else [])]
-        for worker in self._roster.counted(Role.WORKER) if self.is_shut else []:
-            if worker.state in uninvited:
-                self._roster.stop(worker, deadline)
+        unattachable_states = [ChildState.SPAWNED, ChildState.GREETED, *([ChildState.ADMITTED] if self.is_frozen else [])]
+        for worker in self._processes.usable(Role.WORKER) if self.is_attach_closed else []:
+            if worker.state in unattachable_states:
+                self._processes.stop(worker, deadline)
 
-    def settle(self, *, is_shared: bool) -> None:
+    def trim_store(self, *, is_shared: bool) -> None:
         """No attach is due: what only attaching needed is given back, by the holder or its heir."""
-        if self._unsettled:
-            self._unsettled = False
-            heirs = self._roster.counted(Role.WORKER) if is_shared and not self.is_frozen else []
-            for each in (self._roster.counted(Role.HOLDER) or heirs)[:1]:
-                self._want(Send(each.name, Settle()))
+        if self._should_trim:
+            self._should_trim = False
+            workers = self._processes.usable(Role.WORKER) if is_shared and not self.is_frozen else []
+            for each in (self._processes.usable(Role.HOLDER) or workers)[:1]:
+                self._emit(Send(each.name, Settle()))
 
-    def _ask_for(self, worker: Child, now: float) -> None:
-        holder = self._roster.holder
+    def _request_allow(self, worker: Child, now: float) -> None:
+        holder = self._processes.holder
         if self.state is AccessState.LISTED and holder is not None and worker.hello is not None:
-            self._advance(AccessEvent.ASK)
-            self._asked, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
-            self._want(Send(holder.name, Allow((worker.hello.pid,))))
+            self._advance(AccessEvent.REQUEST_ALLOW)
+            self._requested_worker, self.deadline = worker.name, now + ALLOW_TIMEOUT_S
+            self._emit(Send(holder.name, Allow((worker.hello.pid,))))
 
-    def _shut(self, event: AccessEvent, why: str) -> None:
+    def _close_attach(self, event: AccessEvent, why: str) -> None:
         self._advance(event)
-        self.why = why
-        self._tell(f"lost workers are not replaced, they wait for the next generation: {why}")
+        self.closed_reason = why
+        self._log(f"lost workers are not replaced, they wait for the next generation: {why}")
 
     def _admit_greeted(self) -> None:
-        for worker in self._roster.counted(Role.WORKER):
+        for worker in self._processes.usable(Role.WORKER):
             if worker.state is ChildState.GREETED:
                 worker.advance(ChildEvent.ADMIT)
 
     # --- one daemon after another -------------------------------------------------------------------------------
 
     @property
-    def record(self) -> str:
+    def persisted_state(self) -> str:
         """What the next daemon has to know to `restore` it."""
-        state = AccessState.LISTED if self.state is AccessState.ASKING else self.state
+        state = AccessState.LISTED if self.state is AccessState.ALLOW_PENDING else self.state
         return str(state.value)
 
-    def restore(self, record: str, why: str) -> None:
+    def restore(self, persisted_state: str, why: str) -> None:
         """Go on with what an earlier daemon has written down."""
-        for event in _EVENTS[AccessState(record)]:
+        for event in _RESTORE_EVENTS[AccessState(persisted_state)]:
             self._advance(event)
-        self.why = why
+        self.closed_reason = why
 
     def _advance(self, event: AccessEvent) -> None:
         self._machine.advance(event)
-        self._asked, self.deadline = "", FOREVER
+        self._requested_worker, self.deadline = "", FOREVER

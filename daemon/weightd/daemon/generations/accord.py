@@ -11,7 +11,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.ranks import Entered, Member, Proof, Slice, Warmed
 
 
-def misplaced(hello: Hello, rank: int) -> str:
+def rank_mismatch(hello: Hello, rank: int) -> str:
     """Return why a process that said this is not the rank that was started, or ""."""
     if hello.slice is None:
         return f"expected rank {rank} of a model that is cut, got a process that names none"
@@ -20,67 +20,67 @@ def misplaced(hello: Hello, rank: int) -> str:
     return ""
 
 
-def discord(said: Mapping[str, Slice | Entered | Member]) -> str:
+def signature_mismatch(signatures: Mapping[str, Slice | Entered | Member]) -> str:
     """Return which two of these, by name, say different things of the model's tensors, or ""."""
-    (first, model), *others = said.items()
+    (first, model), *others = signatures.items()
     for name, other in others:
         for what, ours, theirs in (("input", model.inputs, other.inputs), ("output", model.outputs, other.outputs)):
             if ours != theirs:
-                return f"{name} and {first} are not ranks of one model: {_difference(what, theirs, ours)}"
+                return f"{name} and {first} are not ranks of one model: {_describe_difference(what, theirs, ours)}"
     return ""
 
 
-def unproven(warmed: Mapping[int, Warmed], terms: RankTerms) -> str:
+def unverified_rank(selftests: Mapping[int, Warmed], spec: RankTerms) -> str:
     """Return which of the ranks that answer has compared nothing with the known answer, or ""."""
-    for rank in range(terms.size) if terms.reply == CONCAT else [terms.reply]:
-        if not warmed[rank].canary:
+    for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
+        if not selftests[rank].canary:
             return f"rank {rank} answers requests, and has compared nothing with the canary's known answer"
     return ""
 
 
-def loaded(entered: Entered, terms: RankTerms) -> tuple[Built, ...]:
+def loaded_models(joined: Entered, spec: RankTerms) -> tuple[Built, ...]:
     """Return what a unit has loaded, by its members or as one model; nobody knows yet whether it computes rightly."""
     note = "the ranks have not run it yet"
-    models: Sequence[Entered | Member] = [entered] if terms.is_cut else entered.members
-    return tuple(Built("", each.inputs, _joined(each.outputs, terms), (), "", 0, canary_note=note) for each in models)
+    models: Sequence[Entered | Member] = [joined] if spec.is_sliced else joined.members
+    return tuple(Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, canary_note=note) for each in models)
 
 
-def proven(built: tuple[Built, ...], warmed: Mapping[int, Warmed], terms: RankTerms) -> tuple[Built, ...]:
+def verified_models(built: tuple[Built, ...], selftests: Mapping[int, Warmed], spec: RankTerms) -> tuple[Built, ...]:
     """Return the same, whose canary all ranks have run."""
-    said = warmed[max(terms.reply, 0)]
-    proofs: Sequence[Warmed | Proof] = [said] if terms.is_cut else said.members
+    selftest = selftests[max(spec.reply_rank, 0)]
+    results: Sequence[Warmed | Proof] = [selftest] if spec.is_sliced else selftest.members
     return tuple(
         replace(
             each,
             canary_cases=proof.canary_cases if proof.canary else (),
             canary=proof.canary,
             canary_note="" if proof.canary else "none was configured",
-            device=said.device,
-            rows=said.rows,
+            device=selftest.device,
+            rows=selftest.rows,
         )
-        for each, proof in zip(built, proofs, strict=True)
+        for each, proof in zip(built, results, strict=True)
     )
 
 
-def _joined(outputs: tuple[TensorSignature, ...], terms: RankTerms) -> tuple[TensorSignature, ...]:
+def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankTerms) -> tuple[TensorSignature, ...]:
     """What a client gets of what each rank gives."""
-    if terms.reply != CONCAT:
+    if spec.reply_rank != CONCAT:
         return outputs
     return tuple(
-        replace(each, shape=(each.shape[0] * (terms.size if each.shape[0] > 0 else 1), *each.shape[1:]))
+        replace(each, shape=(each.shape[0] * (spec.size if each.shape[0] > 0 else 1), *each.shape[1:]))
         if each.shape
         else each
         for each in outputs
     )
 
 
-def _difference(what: str, ours: tuple[TensorSignature, ...], theirs: tuple[TensorSignature, ...]) -> str:
+def _describe_difference(what: str, ours: tuple[TensorSignature, ...], theirs: tuple[TensorSignature, ...]) -> str:
     if len(ours) != len(theirs):
         return f"{len(ours)} {what}s here, {len(theirs)} there"
     index = next(index for index, each in enumerate(ours) if each != theirs[index])
     here, there = ours[index], theirs[index]
-    return f"{what} {index} is {_told(here)} here, {_told(there)} there"
+    return f"{what} {index} is {_describe_tensor(here)} here, {_describe_tensor(there)} there"
 
 
-def _told(each: TensorSignature) -> str:
-    return f"{each.name} {each.datatype} {each.form}"
+def _describe_tensor(tensor: TensorSignature) -> str:
+    return f"{tensor.name} {tensor.datatype} {tensor.form}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightd.daemon.generations.actions import Action, Dismiss, Enlist, Kill, Role, Send, Spawn
-from weightd.daemon.generations.states import ALIVE, CHILD, COUNTED, ChildEvent, ChildState, Machine
+from weightd.daemon.generations.states import ALIVE, CHILD_TRANSITIONS, USABLE, ChildEvent, ChildState, Machine
 from weightd.protocol.messages.children import Hello, Stop
 from weightd.protocol.messages.findings import DeviceMemory
 
@@ -30,14 +30,14 @@ class Loss:
         transient: the cause may go away by itself.
     """
 
-    why: str
-    was: ChildState
-    is_useful: bool = False
-    no_room: bool = False
-    is_slow: bool = False
-    by_signal: bool = False
-    from_outside: bool = False
-    transient: bool = False
+    reason: str
+    previous_state: ChildState
+    has_answered: bool = False
+    is_out_of_memory: bool = False
+    has_timed_out: bool = False
+    is_signaled: bool = False
+    is_external: bool = False
+    is_transient: bool = False
 
 
 class Child:
@@ -69,7 +69,7 @@ class Child:
         self.shared_bytes = 0
         self.note = ""
         self.loss: Loss | None = None
-        self._machine = Machine(CHILD, ChildState.SPAWNED, name, extra)
+        self._machine = Machine(CHILD_TRANSITIONS, ChildState.SPAWNED, name, extra)
 
     @property
     def state(self) -> ChildState:
@@ -96,33 +96,33 @@ class Roster:
         serial: how many workers have been started.
     """
 
-    def __init__(self, label: str, want: Callable[[Action], None], about: Callable[[str], Mapping[str, Any]]) -> None:
+    def __init__(self, label: str, emit: Callable[[Action], None], log_extra: Callable[[str], Mapping[str, Any]]) -> None:
         self.children: dict[str, Child] = {}
-        self.enlisted: dict[str, None] = {}
-        self.serial = 0
-        self._holders = 0
+        self.serving_processes: dict[str, None] = {}
+        self.started_workers = 0
+        self._started_holders = 0
         self._label = label
-        self._want = want
-        self._about = about
+        self._emit = emit
+        self._log_extra = log_extra
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
-    def counted(self, role: Role) -> list[Child]:
+    def usable(self, role: Role) -> list[Child]:
         """Return those that the generation counts on."""
-        return [child for child in self.children.values() if child.role is role and child.state in COUNTED]
+        return [child for child in self.children.values() if child.role is role and child.state in USABLE]
 
     def count(self, *states: ChildState) -> int:
         """Return how many are in one of these states."""
         return sum(child.state in states for child in self.children.values())
 
-    def places(self) -> Counter[str]:
+    def workers_by_device(self) -> Counter[str]:
         """Return how many workers the generation counts on, by device."""
-        return Counter(worker.device for worker in self.counted(Role.WORKER))
+        return Counter(worker.device for worker in self.usable(Role.WORKER))
 
     @property
     def holder(self) -> Child | None:
         """The one that the generation counts on."""
-        return next(iter(self.counted(Role.HOLDER)), None)
+        return next(iter(self.usable(Role.HOLDER)), None)
 
     @property
     def has_holder(self) -> bool:
@@ -130,9 +130,9 @@ class Roster:
         return any(child.role is Role.HOLDER for child in self.children.values())
 
     @property
-    def all_ready(self) -> bool:
+    def is_all_ready(self) -> bool:
         """Whether no worker is on its way."""
-        return all(worker.state is ChildState.READY for worker in self.counted(Role.WORKER))
+        return all(worker.state is ChildState.READY for worker in self.usable(Role.WORKER))
 
     def alive(self) -> Iterator[Child]:
         """Yield the children that have a process."""
@@ -142,26 +142,26 @@ class Roster:
 
     def spawn(self, role: Role, deadline: float, device: str, template: str = "") -> None:
         """Start one there, forked of `template` if that is one; it is to say HELLO by `deadline`."""
-        self.serial += role is Role.WORKER
-        self._holders += role is Role.HOLDER
-        holder = f"{self._label}.holder{self._holders if self._holders > 1 else ''}"
-        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.serial}", role, device, deadline)
-        self._want(Spawn(child.name, role, template))
+        self.started_workers += role is Role.WORKER
+        self._started_holders += role is Role.HOLDER
+        holder = f"{self._label}.holder{self._started_holders if self._started_holders > 1 else ''}"
+        child = self.add(holder if role is Role.HOLDER else f"{self._label}.w{self.started_workers}", role, device, deadline)
+        self._emit(Spawn(child.name, role, template))
 
     def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> Child:
         """Count on a process that is there; return it."""
-        child = self.children[name] = Child(name, role, deadline, self._about(name), device)
+        child = self.children[name] = Child(name, role, deadline, self._log_extra(name), device)
         return child
 
-    def fill(self, workers: int) -> None:
+    def fill_slots(self, workers_per_device: int) -> None:
         """Let as many take requests on each device; spares take the places of those that are lost there."""
-        taken = Counter(self.children[name].device for name in self.enlisted)
-        for worker in self.counted(Role.WORKER):
-            is_free = worker.state is ChildState.READY and worker.name not in self.enlisted
-            if is_free and taken[worker.device] < workers:
-                taken[worker.device] += 1
-                self.enlisted[worker.name] = None
-                self._want(Enlist(worker.name))
+        serving_by_device = Counter(self.children[name].device for name in self.serving_processes)
+        for worker in self.usable(Role.WORKER):
+            is_free = worker.state is ChildState.READY and worker.name not in self.serving_processes
+            if is_free and serving_by_device[worker.device] < workers_per_device:
+                serving_by_device[worker.device] += 1
+                self.serving_processes[worker.name] = None
+                self._emit(Enlist(worker.name))
 
     def stop(self, child: Child, deadline: float) -> None:
         """Tell one to leave."""
@@ -169,32 +169,32 @@ class Roster:
             # It cannot be told anything: there may be nobody who would hear it.
             self.kill(child)
         else:
-            self._dismiss(child)
+            self._remove_slot_of(child)
             child.advance(ChildEvent.STOP, deadline)
-            self._want(Send(child.name, Stop()))
+            self._emit(Send(child.name, Stop()))
 
     def abort(self, child: Child, deadline: float) -> None:
         """End one that hangs, in a way that shows where; it is killed at `deadline`."""
-        self._dismiss(child)
+        self._remove_slot_of(child)
         child.advance(ChildEvent.ABORT, deadline)
-        self._want(Kill(child.name, abort=True))
+        self._emit(Kill(child.name, abort=True))
 
     def kill(self, child: Child) -> None:
         """Kill one."""
-        self._dismiss(child)
+        self._remove_slot_of(child)
         child.advance(ChildEvent.KILL)
-        self._want(Kill(child.name))
+        self._emit(Kill(child.name))
 
-    def exited(self, child: Child) -> None:
+    def on_exit(self, child: Child) -> None:
         """One has exited and has been waited for."""
         del self.children[child.name]
-        self.enlisted.pop(child.name, None)
+        self.serving_processes.pop(child.name, None)
         child.advance(ChildEvent.EXIT)
 
-    def _dismiss(self, child: Child) -> None:
+    def _remove_slot_of(self, child: Child) -> None:
         if child.state is ChildState.READY:
-            self._want(Dismiss(child.name))
-        self.enlisted.pop(child.name, None)
+            self._emit(Dismiss(child.name))
+        self.serving_processes.pop(child.name, None)
 
 
 class Footprint:
@@ -206,17 +206,17 @@ class Footprint:
 
     def __init__(self) -> None:
         self.process_bytes = 0
-        self._free: int | None = None
+        self._free_bytes: int | None = None
 
-    def built(self, device: DeviceMemory | None) -> None:
+    def on_built(self, device: DeviceMemory | None) -> None:
         """The holder has loaded the weights."""
-        self._free = device.free_bytes if device else None
+        self._free_bytes = device.free_bytes if device else None
 
-    def attached(self, device: DeviceMemory | None) -> None:
+    def on_attached(self, device: DeviceMemory | None) -> None:
         """Attaches come one after another: what a card lost since the last one, this process took."""
         if device is not None:
-            taken = 0 if self._free is None else self._free - device.free_bytes
+            used_bytes = 0 if self._free_bytes is None else self._free_bytes - device.free_bytes
             # The least that was seen: whatever else was loaded on the card meanwhile only makes it more.
-            if taken > 0:
-                self.process_bytes = min(self.process_bytes or taken, taken)
-            self._free = device.free_bytes
+            if used_bytes > 0:
+                self.process_bytes = min(self.process_bytes or used_bytes, used_bytes)
+            self._free_bytes = device.free_bytes

@@ -11,19 +11,19 @@ from types import MappingProxyType
 
 from weightd.daemon.generations.actions import Role, Send
 from weightd.daemon.generations.child import Child, Loss
-from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, misfit
+from weightd.daemon.generations.life import HELLO_TIMEOUT_S, Life, hello_mismatch
 from weightd.daemon.generations.plan import Canary
 from weightd.daemon.generations.progress import Apart, Cause, Outlook
 from weightd.daemon.generations.states import (
     ACTIVE,
-    COUNTED,
+    USABLE,
     LOADING,
     ChildEvent,
     ChildState,
     GenerationEvent,
     GenerationState,
 )
-from weightd.daemon.generations.tries import Tries, described
+from weightd.daemon.generations.tries import Tries, describe_cases
 from weightd.daemon.host.ends import End, Lost
 from weightd.protocol import limits
 from weightd.protocol.codec import clip
@@ -38,75 +38,75 @@ class Generation(Life):
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def pinned(self, sha256: str, now: float, canary: Canary | None = None, digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(self, sha256: str, now: float, selftest: Canary | None = None, slice_digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start the processes. `canary` is what an earlier generation has found out of it."""
-        del digests  # of what is cut
-        if self.state is not GenerationState.PINNING:
+        del slice_digests  # of what is cut
+        if self.state is not GenerationState.SNAPSHOTTING:
             return
-        self.tries = Tries(canary or self.terms.canary, self.terms.rows)
+        self.selftest_search = Tries(selftest or self.spec.selftest, self.spec.row_test)
         self.sha256 = sha256
-        self._machine.advance(GenerationEvent.PINNED)
+        self._machine.advance(GenerationEvent.SNAPSHOT_TAKEN)
         self._spawn(Role.HOLDER, now)
         self._reconcile(now)
 
-    def hello(self, name: str, hello: Hello, now: float) -> None:
+    def on_hello(self, name: str, hello: Hello, now: float) -> None:
         """A child is up."""
         child = self.children.get(name)
         if child is None or child.state is not ChildState.SPAWNED:
             return
-        refusal = misfit(hello, self.sha256)
-        if refusal:
-            self.broken(name, Broken(refusal), now)
+        mismatch = hello_mismatch(hello, self.sha256)
+        if mismatch:
+            self.on_process_failed(name, Broken(mismatch), now)
             return
         child.hello = hello
         child.advance(ChildEvent.HELLO)
-        self.access.greeted(is_fixed=self._shares and hello.traits.pids_fixed_at_build)
+        self.attach_control.on_hello(has_fixed_pids=self._is_sharing and hello.traits.pids_fixed_at_build)
         if self.state is GenerationState.SPAWNING:
             self._machine.advance(GenerationEvent.GREETED)
         self._reconcile(now)
 
-    def probing(self, name: str, probing: Probing) -> None:
+    def on_trying_selftest(self, name: str, message: Probing) -> None:
         """The holder runs its model on something that may be its end."""
         child = self.children.get(name)
         if child is not None and child.state is ChildState.BUILDING:
-            self.tries.told(probing)
-            if probing.trying:
+            self.selftest_search.on_trying_selftest(message)
+            if message.trying:
                 self._actions.append(Send(name, Probe()))
 
-    def holder_built(self, name: str, built: Built, now: float) -> None:
+    def on_holder_built(self, name: str, built: Built, now: float) -> None:
         """The holder exports the weights."""
         child = self.children.get(name)
         if child is None or child.state is not ChildState.BUILDING or child.hello is None:
             return
-        if self.terms.sharing and child.hello.traits.attach_rewrites_weights and not built.canary:
+        if self.spec.is_sharing and child.hello.traits.attach_rewrites_weights and not built.canary:
             # Nothing else shows that a worker computes on the right weights.
-            why = f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off"
-            self.tries.trying = ()
-            self.broken(name, Broken(clip(why)), now)
+            reason = f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off"
+            self.selftest_search.current_cases = ()
+            self.on_process_failed(name, Broken(clip(reason)), now)
             return
-        if built.is_template and not (self.terms.forks_built and self.access.is_open):
-            self.broken(name, Broken("it says that workers are to be forked of it, and was not asked for that"), now)
+        if built.is_template and not (self.spec.can_fork_from_holder and self.attach_control.is_open):
+            self.on_process_failed(name, Broken("it says that workers are to be forked of it, and was not asked for that"), now)
             return
         self.built = built
-        self.tries.found(built)
+        self.selftest_search.on_built(built)
         if not built.canary:
-            self._teller.tell(f"no canary: {built.canary_note}")
-        self.guard(child)
-        self.footprint.built(built.device)
+            self._progress_logger.log(f"no canary: {built.canary_note}")
+        self.require_holder(child)
+        self.device_usage.on_built(built.device)
         child.shared_bytes = built.shared_bytes
-        self._teller.rows(built, exact=self.terms.rows.exact)
-        if self.terms.sharing:
-            self._teller.built(built, name)
+        self._progress_logger.log_row_test(built, is_exact=self.spec.row_test.is_exact)
+        if self.spec.is_sharing:
+            self._progress_logger.log_built(built, name)
         child.advance(ChildEvent.BUILT)
         if self.state is GenerationState.BUILDING:
             self._machine.advance(GenerationEvent.BUILT)
-            self.access.built(is_shared=self._shares, is_template=built.is_template)
-        if not self._shares:
+            self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
+        if not self._is_sharing:
             # It has told the signature and the canary; its copy of the weights is of no use to anybody.
             self._stop(child, now)
         self._reconcile(now)
 
-    def unequal(self, note: str, parties: Mapping[int, str] = MappingProxyType({})) -> None:
+    def on_batch_mismatch(self, note: str, parties: Mapping[int, str] = MappingProxyType({})) -> None:
         """A worker has found that rows together are not what each is alone, though the holder had found them equal.
 
         Args:
@@ -115,115 +115,115 @@ class Generation(Life):
                 requests share no job, until there is another generation.
         """
         built = self.built
-        new = {number: name for number, name in parties.items() if number not in self.apart}
-        if parties and len(self.apart) + len(new) <= limits.MAX_TENANTS:
-            if new:
-                self.apart.update((number, Apart(name, note)) for number, name in new.items())
-                self.mishaps.differed()
-                self._teller.tell(f"requests of {', '.join(new.values())} are not put together any more: {note}")
+        new_parties = {number: name for number, name in parties.items() if number not in self.unmerged_parties}
+        if parties and len(self.unmerged_parties) + len(new_parties) <= limits.MAX_TENANTS:
+            if new_parties:
+                self.unmerged_parties.update((number, Apart(name, note)) for number, name in new_parties.items())
+                self.counters.differed()
+                self._progress_logger.log(f"requests of {', '.join(new_parties.values())} are not put together any more: {note}")
             return
         if built is not None and built.rows is not None and built.rows.equal:
             self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
-            self.mishaps.differed()
-            self._teller.tell(f"requests are not put together any more: {note}")
+            self.counters.differed()
+            self._progress_logger.log(f"requests are not put together any more: {note}")
 
-    def guard(self, holder: Child) -> None:
+    def require_holder(self, holder: Child) -> None:
         """The holder holds; where the weights become invalid with it, no answer counts without it."""
-        outlives = holder.hello is not None and holder.hello.traits.holder_must_outlive
-        if outlives and self._shares and not self.terms.outlives_holder:
-            self.access.guard = holder.name
+        must_outlive = holder.hello is not None and holder.hello.traits.holder_must_outlive
+        if must_outlive and self._is_sharing and not self.spec.can_outlive_holder:
+            self.attach_control.required_holder = holder.name
 
-    def allowed(self, name: str, allowed: Allowed, now: float) -> None:
+    def on_allowed(self, name: str, allowed: Allowed, now: float) -> None:
         """The holder has been asked to let one more process attach."""
         if name in self.children:
-            self.access.allowed(allowed)
+            self.attach_control.on_allowed(allowed)
             self._reconcile(now)
 
-    def attached(self, name: str, attached: Attached, now: float) -> None:
+    def on_attached(self, name: str, attached: Attached, now: float) -> None:
         """A worker has built the model; it serves if it reproduces the canary."""
         child = self.children.get(name)
         if child is None or child.state is not ChildState.ATTACHING or self.built is None:
             return
         if self.built.canary and attached.canary != self.built.canary:
-            self.mishaps.canary_failed()
-            self.broken(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
+            self.counters.canary_failed()
+            self.on_process_failed(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
-        if self.terms.sharing:
-            self._teller.attached(self.built, attached, name)
-            self.footprint.attached(attached.device)  # else that was its weights too
-        self._became_ready(child, ChildEvent.ATTACHED, now)
+        if self.spec.is_sharing:
+            self._progress_logger.log_attached(self.built, attached, name)
+            self.device_usage.on_attached(attached.device)  # else that was its weights too
+        self._on_ready(child, ChildEvent.ATTACHED, now)
 
-    def back(self, name: str, now: float, step: int = 0) -> None:
+    def on_reconnected(self, name: str, now: float, step: int = 0) -> None:
         """A worker that was READY for the daemon before this one is connected."""
         del step  # of ranks
         child = self.children.get(name)
         if child is not None and child.state is ChildState.AWAITED:
-            self._became_ready(child, ChildEvent.BACK, now)
+            self._on_ready(child, ChildEvent.RECONNECTED, now)
 
-    def broken(self, name: str, broken: Broken, now: float) -> None:
+    def on_process_failed(self, name: str, failure: Broken, now: float) -> None:
         """A child says that it cannot do what it is for."""
         child = self.children.get(name)
-        if child is None or child.state not in COUNTED:
+        if child is None or child.state not in USABLE:
             return
-        loss = Loss(broken.cause, child.state, no_room=broken.no_room, transient=broken.transient)
+        loss = Loss(failure.cause, child.state, is_out_of_memory=failure.no_room, is_transient=failure.transient)
         self._stop(child, now)
-        self._lost(child, loss, now)
+        self._on_loss(child, loss, now)
         self._reconcile(now)
 
-    def leaving(self, name: str, now: float, why: str = "") -> None:
+    def on_leaving(self, name: str, now: float, reason: str = "") -> None:
         """A worker's model may be spoilt: it must go, and a fresh process take its place."""
-        del why  # the client is told
+        del reason  # the client is told
         child = self.children.get(name)
         if child is None or child.state is not ChildState.READY:
             return
         # It leaves in order and by its own word: no reason to wait with the next one.
-        self.mishaps.lost()
-        self._teller.tell(f"{name} leaves: a predict failed and may have spoilt its model", name)
+        self.counters.lost()
+        self._progress_logger.log(f"{name} leaves: a predict failed and may have spoilt its model", name)
         self._stop(child, now)
         self._reconcile(now)
 
-    def hung(self, name: str, why: str, now: float, *, useful: bool = False) -> None:
+    def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
         """A worker does not answer any more: it is ended, and replaced. `useful`: it had answered something."""
         child = self.children.get(name)
         if child is not None and child.state in (ChildState.READY, ChildState.STOPPING):
-            self._abort(child, why, now, useful=useful)
+            self._abort(child, reason, now, has_answered=has_answered)
             self._reconcile(now)
 
-    def store_lost(self, cause: str, now: float) -> None:
+    def on_store_lost(self, cause: str, now: float) -> None:
         """What the workers have mapped is not what the holder left there: whatever they compute may be wrong."""
         if self.state in ACTIVE and self.built is not None:
             self._invalidate(Cause(cause), now)
 
-    def exited(self, name: str, end: End, now: float, *, useful: bool = False) -> None:
+    def on_exit(self, name: str, exit_cause: End, now: float, *, has_answered: bool = False) -> None:
         """A child has exited and has been waited for. `useful`: it had answered some request."""
         child = self.children.get(name)
         if child is None:
             return
-        was = child.state
-        self.roster.exited(child)
-        if end.lost is not Lost.NOTHING and self._has_served:
-            self.access.files_lost(end.words)
-        if was in COUNTED:
+        previous_state = child.state
+        self.processes.on_exit(child)
+        if exit_cause.lost is not Lost.NOTHING and self._has_served:
+            self.attach_control.on_files_lost(exit_cause.words)
+        if previous_state in USABLE:
             loss = Loss(
-                str(end),
-                was,
-                is_useful=useful,
-                by_signal=end.killed,
-                from_outside=end.from_outside,
-                transient=end.is_transient,
+                str(exit_cause),
+                previous_state,
+                has_answered=has_answered,
+                is_signaled=exit_cause.killed,
+                is_external=exit_cause.from_outside,
+                is_transient=exit_cause.is_transient,
             )
-            self._died(child, loss, now)
-        elif child.loss is not None and end.words:
+            self._on_death(child, loss, now)
+        elif child.loss is not None and exit_cause.words:
             # It was given up before it was dead: only now its log is complete.
-            self._teller.tell(str(Cause(child.loss.why, name, end.words)), name)
-            if self._cause.child == name:
-                self._cause = dataclasses.replace(self._cause, words=end.words)
+            self._progress_logger.log(str(Cause(child.loss.reason, name, exit_cause.words)), name)
+            if self._failure_reason.child == name:
+                self._failure_reason = dataclasses.replace(self._failure_reason, words=exit_cause.words)
         self._reconcile(now)
 
-    def drain(self, now: float, *, patience: float = 0.0) -> None:
+    def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work: wind down, workers first; to finish what they have, they may take `patience` seconds more."""
-        self._bound_stops(now, patience)
+        self._limit_stop_deadlines(now, timeout_s)
         if self.state in ACTIVE:
             self._machine.advance(GenerationEvent.DRAIN)
         self._reconcile(now)
@@ -233,11 +233,11 @@ class Generation(Life):
         for child in list(self.children.values()):
             # Not those that an earlier one has taken along.
             if now >= child.deadline and child.state is ChildState.ABORTED:
-                self.roster.kill(child)
+                self.processes.kill(child)
             elif now >= child.deadline:
-                self._abort(child, f"{child.state.told} took too long", now)
+                self._abort(child, f"{child.state.display_name} took too long", now)
         if self.state in ACTIVE:
-            self.access.tick(now)
+            self.attach_control.tick(now)
         self._reconcile(now)
 
     # --- decisions ----------------------------------------------------------------------------------------------
@@ -245,163 +245,163 @@ class Generation(Life):
     def _reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; called after each event."""
         if self.state in ACTIVE:
-            self.access.dismiss_uninvited(now + self._stop_timeout)
+            self.attach_control.stop_unattachable(now + self._stop_timeout_s)
         # One that is still on its way may become READY.
-        if not self.roster.counted(Role.WORKER):
-            if self._given_up:
-                self._fail(self._cause, now)
-            elif self.access.is_shut:
-                lost = "every worker is lost, and nobody can attach any more"
-                self._fail(self._cause.led_to(f"{lost}; ") if self._cause.why else Cause(lost), now)
-        if self.state in ACTIVE and self.state is not GenerationState.PINNING:
-            self.roster.fill(self.terms.workers)
-            self._replace(now)
-            self._gather(now)
+        if not self.processes.usable(Role.WORKER):
+            if self._has_given_up:
+                self._fail(self._failure_reason, now)
+            elif self.attach_control.is_attach_closed:
+                reason = "every worker is lost, and nobody can attach any more"
+                self._fail(self._failure_reason.with_prefix(f"{reason}; ") if self._failure_reason.reason else Cause(reason), now)
+        if self.state in ACTIVE and self.state is not GenerationState.SNAPSHOTTING:
+            self.processes.fill_slots(self.spec.workers)
+            self._spawn_missing(now)
+            self._build_if_gathered(now)
             # One without anything to share leaves first, and its own copy with it.
-            if self.built is not None and (self._shares or not self.roster.has_holder):
-                self.access.attach_next(self.tries.attach(self.built), now, self._attach_timeout, self.at_once)
-            if self.complete and self.roster.all_ready:
-                self.access.settle(is_shared=self._shares)
+            if self.built is not None and (self._is_sharing or not self.processes.has_holder):
+                self.attach_control.attach_next(self.selftest_search.attach_message(self.built), now, self._attach_timeout_s, self.attach_limit)
+            if self.is_complete and self.processes.is_all_ready:
+                self.attach_control.trim_store(is_shared=self._is_sharing)
         elif self.state not in ACTIVE:
             self._wind_down(now)
-        self._tell_progress()
+        self._log_progress()
 
-    def _replace(self, now: float) -> None:
+    def _spawn_missing(self, now: float) -> None:
         """Start what is missing."""
-        if self._restarts.due <= now:
-            for device in self._missing:
+        if self._backoff.due_at <= now:
+            for device in self._missing_devices:
                 self._spawn(Role.WORKER, now, device)
         # One that a canary has killed is waited for: no two of them hold the weights at once.
-        if self.state is GenerationState.GATHERING and not self.roster.has_holder:
+        if self.state is GenerationState.GATHERING and not self.processes.has_holder:
             self._spawn(Role.HOLDER, now)
 
-    def _gather(self, now: float) -> None:
+    def _build_if_gathered(self, now: float) -> None:
         """Order the build once the pids that must be known are."""
-        holder = self.roster.holder
+        holder = self.processes.holder
         if self.state is not GenerationState.GATHERING or holder is None or holder.hello is None:
             return
-        workers = self.roster.counted(Role.WORKER)
-        known = [worker.hello.pid for worker in workers if worker.hello is not None]
-        if not self.access.is_open and (self._missing or len(known) < len(workers)):
+        workers = self.processes.usable(Role.WORKER)
+        known_pids = [worker.hello.pid for worker in workers if worker.hello is not None]
+        if not self.attach_control.is_open and (self._missing_devices or len(known_pids) < len(workers)):
             return
         self._machine.advance(GenerationEvent.GATHERED)
-        holder.advance(ChildEvent.BUILD, now + self.terms.load_timeout)
-        self.access.listed()
-        self._actions.append(Send(holder.name, self.tries.order(tuple(known) if self.terms.sharing else ())))
+        holder.advance(ChildEvent.BUILD, now + self.spec.load_timeout)
+        self.attach_control.on_build_started()
+        self._actions.append(Send(holder.name, self.selftest_search.build_message(tuple(known_pids) if self.spec.is_sharing else ())))
 
     def _wind_down(self, now: float) -> None:
         """Workers leave and are waited for; then the holder, whose memory they used."""
         workers = [child for child in self.children.values() if child.role is Role.WORKER]
         for child in workers or list(self.children.values()):
-            if child.state in COUNTED:
+            if child.state in USABLE:
                 self._stop(child, now)
         if not self.children and self.state is GenerationState.DRAINING:
             self._machine.advance(GenerationEvent.EMPTY)
 
-    def _became_ready(self, child: Child, event: ChildEvent, now: float) -> None:
+    def _on_ready(self, child: Child, event: ChildEvent, now: float) -> None:
         child.ready_at = now
         child.advance(event)
-        self._restarts.became_ready()
-        self._cause = Cause()
-        self.access.attached()
-        self.roster.fill(self.terms.workers)
+        self._backoff.on_ready()
+        self._failure_reason = Cause()
+        self.attach_control.on_attached()
+        self.processes.fill_slots(self.spec.workers)
         if self.state in LOADING:
             self._machine.advance(GenerationEvent.READY)
         self._reconcile(now)
 
     def _spawn(self, role: Role, now: float, device: str = "") -> None:
-        self.mishaps.started()
-        template = self._template if role is Role.WORKER else ""
-        deadline = now + max(HELLO_TIMEOUT_S, self.terms.load_timeout)
-        self.roster.spawn(role, deadline, device or self.device, template)
+        self.counters.started()
+        template = self._template_name if role is Role.WORKER else ""
+        deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
+        self.processes.spawn(role, deadline, device or self.device, template)
 
     def _stop(self, child: Child, now: float) -> None:
-        if self.access.is_valid:
-            self.roster.stop(child, now + self._stop_timeout)
+        if self.attach_control.is_valid:
+            self.processes.stop(child, now + self._stop_timeout_s)
         else:
-            self.roster.kill(child)
+            self.processes.kill(child)
 
     # --- what is lost -------------------------------------------------------------------------------------------
 
-    def _abort(self, child: Child, why: str, now: float, *, useful: bool = False) -> None:
+    def _abort(self, child: Child, reason: str, now: float, *, has_answered: bool = False) -> None:
         """End a child that hangs: first in a way that shows where it hangs."""
-        was = child.state
-        self.roster.abort(child, now + ABORT_TIMEOUT_S)
-        if was in COUNTED:
-            child.loss = Loss(why, was, is_useful=useful, is_slow=True)
-            self._died(child, child.loss, now)
+        previous_state = child.state
+        self.processes.abort(child, now + ABORT_TIMEOUT_S)
+        if previous_state in USABLE:
+            child.loss = Loss(reason, previous_state, has_answered=has_answered, has_timed_out=True)
+            self._on_death(child, child.loss, now)
 
-    def _died(self, child: Child, loss: Loss, now: float) -> None:
+    def _on_death(self, child: Child, loss: Loss, now: float) -> None:
         """A child has ended, or has to be, without being asked to; that a try of the holder may cost it is known."""
-        if not self._died_of_try(child, loss):
+        if not self._has_died_of_selftest(child, loss):
             self.deaths += 1
-            self.mishaps.died()
-        self._lost(child, loss, now)
+            self.counters.died()
+        self._on_loss(child, loss, now)
 
-    def _died_of_try(self, child: Child, loss: Loss) -> bool:
-        return child.role is Role.HOLDER and bool(self.tries.trying) and not loss.from_outside
+    def _has_died_of_selftest(self, child: Child, loss: Loss) -> bool:
+        return child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
 
-    def _lost(self, child: Child, loss: Loss, now: float) -> None:
-        before = self.state
-        if before in ACTIVE:
-            self.mishaps.lost()
+    def _on_loss(self, child: Child, loss: Loss, now: float) -> None:
+        state_before = self.state
+        if state_before in ACTIVE:
+            self.counters.lost()
         if child.role is Role.HOLDER:
-            self._holder_lost(child, loss, now)
-        if self.state is before:  # else it has failed with this cause, which is told with what follows
-            self._teller.tell(f"{child.name} lost: {loss.why}", child.name)
+            self._on_holder_lost(child, loss, now)
+        if self.state is state_before:  # else it has failed with this cause, which is told with what follows
+            self._progress_logger.log(f"{child.name} lost: {loss.reason}", child.name)
         if child.role is Role.WORKER and self.state in ACTIVE:
-            self._worker_lost(child, loss, now)
+            self._on_worker_lost(child, loss, now)
 
-    def _worker_lost(self, child: Child, loss: Loss, now: float) -> None:
-        cause = Cause(loss.why, child.name, transient=loss.transient or loss.no_room)
-        if loss.was is ChildState.READY:
-            self._restarts.died(now - child.ready_at, now, useful=loss.is_useful)
-            if self._restarts.delay and not self.access.is_shut:
-                self._cause = cause.led_to("workers die before they have answered anything; the last: ")
+    def _on_worker_lost(self, child: Child, loss: Loss, now: float) -> None:
+        cause = Cause(loss.reason, child.name, is_transient=loss.is_transient or loss.is_out_of_memory)
+        if loss.previous_state is ChildState.READY:
+            self._backoff.on_death(now - child.ready_at, now, has_answered=loss.has_answered)
+            if self._backoff.delay_s and not self.attach_control.is_attach_closed:
+                self._failure_reason = cause.with_prefix("workers die before they have answered anything; the last: ")
         else:
-            self._cause = cause
-            if loss.was is ChildState.AWAITED:
+            self._failure_reason = cause
+            if loss.previous_state is ChildState.AWAITED:
                 # It was READY once: that it is not back says nothing about the next one.
-                self._restarts.died(0.0, now, useful=True)
-            elif loss.no_room:
-                self._restarts.no_room(now, self.terms.room_timeout)
+                self._backoff.on_death(0.0, now, has_answered=True)
+            elif loss.is_out_of_memory:
+                self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             else:
-                self._restarts.start_failed(now)
-        if self._backs_off:
-            self._teller.tell(f"the next worker is started in {self._restarts.delay:.1f} s")
+                self._backoff.on_start_failed(now)
+        if self._is_backing_off:
+            self._progress_logger.log(f"the next worker is started in {self._backoff.delay_s:.1f} s")
 
-    def _holder_lost(self, holder: Child, loss: Loss, now: float) -> None:
-        tried, died_of_try = described(self.tries.trying), self._died_of_try(holder, loss)
-        if self.state is GenerationState.BUILDING and self.tries.lost(
-            is_slow=loss.is_slow, from_outside=loss.from_outside
+    def _on_holder_lost(self, holder: Child, loss: Loss, now: float) -> None:
+        tried_inputs, has_died_of_selftest = describe_cases(self.selftest_search.current_cases), self._has_died_of_selftest(holder, loss)
+        if self.state is GenerationState.BUILDING and self.selftest_search.on_holder_lost(
+            has_timed_out=loss.has_timed_out, is_external=loss.is_external
         ):
-            self._teller.tell(f"the holder is lost while it tries {tried} as a canary: {loss.why}", holder.name)
+            self._progress_logger.log(f"the holder is lost while it tries {tried_inputs} as a canary: {loss.reason}", holder.name)
             self._machine.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
-            outlook = Outlook.BETTER if loss.by_signal and not died_of_try else Outlook.SAME
-            after = f"; it ran the configured canary, {tried}" if tried else ""
-            outlook = Outlook.ROOM if loss.no_room else outlook
-            transient = loss.transient or loss.no_room
-            cause = Cause(loss.why, holder.name, after=after, outlook=outlook, transient=transient)
+            retry_hint = Outlook.MAY_SUCCEED if loss.is_signaled and not has_died_of_selftest else Outlook.SAME_FAILURE
+            consequence = f"; it ran the configured canary, {tried_inputs}" if tried_inputs else ""
+            retry_hint = Outlook.WAIT_FOR_MEMORY if loss.is_out_of_memory else retry_hint
+            is_transient = loss.is_transient or loss.is_out_of_memory
+            cause = Cause(loss.reason, holder.name, suffix=consequence, retry_hint=retry_hint, is_transient=is_transient)
             self._fail(cause, now)
-        elif holder.name == self.access.guard:
-            after = "; the shared weights are invalid without it"
-            self._invalidate(Cause(loss.why, holder.name, after=after), now)
+        elif holder.name == self.attach_control.required_holder:
+            consequence = "; the shared weights are invalid without it"
+            self._invalidate(Cause(loss.reason, holder.name, suffix=consequence), now)
         else:
-            self.access.holder_lost()
+            self.attach_control.on_holder_lost()
 
     def _invalidate(self, cause: Cause, now: float) -> None:
         """What the workers compute on may be anything from now on: they have no time to finish."""
-        self.access.invalidate()
+        self.attach_control.invalidate()
         for child in self.children.values():
             # Those that were told to leave, too.
             if child.state in (ChildState.STOPPING, ChildState.ABORTED):
-                self.roster.kill(child)
+                self.processes.kill(child)
         self._fail(cause, now)
 
     def _fail(self, cause: Cause, now: float) -> None:
         if self.state in ACTIVE:
-            self._cause = cause
-            self.mishaps.lost(sum(child.state in COUNTED for child in self.children.values()))
+            self._failure_reason = cause
+            self.counters.lost(sum(child.state in USABLE for child in self.children.values()))
             self._machine.advance(GenerationEvent.FAIL)
             self._reconcile(now)

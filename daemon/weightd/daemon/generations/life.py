@@ -23,19 +23,19 @@ STOP_TIMEOUT_S = 10.0
 class Life(Standing, abc.ABC):
     """The life of a generation: events and the clock go in, `Action`s come out. How it stands is that of `Standing`."""
 
-    _stop_timeout = STOP_TIMEOUT_S
+    _stop_timeout_s = STOP_TIMEOUT_S
 
     def start(self) -> None:
         """Begin."""
         self._actions.append(Pin())
-        self._tell_progress()
+        self._log_progress()
 
-    def resumed(self) -> None:
+    def on_resumed(self) -> None:
         """It was made of what an earlier daemon has written down; it serves once its processes are `back`."""
         self._machine.advance(GenerationEvent.RESUME)
 
     @abc.abstractmethod
-    def pinned(self, sha256: str, now: float, canary: Canary | None = None, digests: tuple[str, ...] = ()) -> None:
+    def on_snapshot_taken(self, sha256: str, now: float, selftest: Canary | None = None, slice_digests: tuple[str, ...] = ()) -> None:
         """The snapshot exists: start the processes.
 
         Args:
@@ -45,40 +45,40 @@ class Life(Standing, abc.ABC):
             digests: of what each rank loads, where the model is cut.
         """
 
-    def failed(self, cause: str, now: float, *, transient: bool = False) -> None:
+    def fail(self, cause: str, now: float, *, is_transient: bool = False) -> None:
         """It cannot go on, for `cause`: everything that runs is wound down."""
-        self._fail(Cause(cause, transient=transient), now)
+        self._fail(Cause(cause, is_transient=is_transient), now)
 
-    def given_up(self, what: str, now: float) -> None:
+    def give_up(self, consequence: str, now: float) -> None:
         """Its cause has led to this: everything that runs is wound down."""
-        self._fail(self._cause.led_to(f"{what}: "), now)
+        self._fail(self._failure_reason.with_prefix(f"{consequence}: "), now)
 
     @abc.abstractmethod
-    def hello(self, name: str, hello: Hello, now: float) -> None:
+    def on_hello(self, name: str, hello: Hello, now: float) -> None:
         """A child is up."""
 
     @abc.abstractmethod
-    def back(self, name: str, now: float, step: int = 0) -> None:
+    def on_reconnected(self, name: str, now: float, step: int = 0) -> None:
         """A child that was READY for the daemon before this one is connected; `step` is the last one it has run."""
 
     @abc.abstractmethod
-    def broken(self, name: str, broken: Broken, now: float) -> None:
+    def on_process_failed(self, name: str, failure: Broken, now: float) -> None:
         """A child says that it cannot do what it is for."""
 
     @abc.abstractmethod
-    def leaving(self, name: str, now: float, why: str = "") -> None:
+    def on_leaving(self, name: str, now: float, reason: str = "") -> None:
         """A child's model may be spoilt, for a predict has failed for this reason: it must go."""
 
     @abc.abstractmethod
-    def hung(self, name: str, why: str, now: float, *, useful: bool = False) -> None:
+    def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
         """A child does not answer any more. `useful`: it had answered something."""
 
     @abc.abstractmethod
-    def exited(self, name: str, end: End, now: float, *, useful: bool = False) -> None:
+    def on_exit(self, name: str, exit_cause: End, now: float, *, has_answered: bool = False) -> None:
         """A child has exited and has been waited for. `useful`: it had answered some request."""
 
     @abc.abstractmethod
-    def drain(self, now: float, *, patience: float = 0.0) -> None:
+    def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work: wind down; to finish what they have, its processes may take `patience` seconds more."""
 
     @abc.abstractmethod
@@ -89,22 +89,22 @@ class Life(Standing, abc.ABC):
     def _fail(self, cause: Cause, now: float) -> None:
         """It cannot go on."""
 
-    def _bound_stops(self, now: float, patience: float) -> None:
+    def _limit_stop_deadlines(self, now: float, timeout_s: float) -> None:
         """Who was told to leave, and who will be, may take as long, and no one longer than he was given."""
-        self._stop_timeout = STOP_TIMEOUT_S + patience
+        self._stop_timeout_s = STOP_TIMEOUT_S + timeout_s
         for child in self.children.values():
             if child.state is ChildState.STOPPING:
-                child.deadline = min(child.deadline, now + self._stop_timeout)
+                child.deadline = min(child.deadline, now + self._stop_timeout_s)
 
-    def _tell_progress(self) -> None:
-        self._teller.progress(self.progress, has_failed=self.state is GenerationState.FAILED)
+    def _log_progress(self) -> None:
+        self._progress_logger.log_progress(self.progress, has_failed=self.state is GenerationState.FAILED)
 
 
-def misfit(hello: Hello, sha256: str) -> str:
+def hello_mismatch(hello: Hello, sha256: str) -> str:
     """Return why a child that said this must not load what has this digest, or ""."""
-    theirs = hello.versions.get("weightd", "unknown")
-    if theirs != VERSION:
-        return f"its interpreter has weightd {theirs}, the daemon is {VERSION}: install the same version in both"
+    worker_version = hello.versions.get("weightd", "unknown")
+    if worker_version != VERSION:
+        return f"its interpreter has weightd {worker_version}, the daemon is {VERSION}: install the same version in both"
     if hello.sha256 != sha256:
         return f"it would load a model of sha256 {hello.sha256:.12}, pinned is {sha256:.12}"
     return ""

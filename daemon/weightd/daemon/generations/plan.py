@@ -11,7 +11,7 @@ from weightd.protocol.messages.findings import Cases
 from weightd.shared.reach import OPERATOR, Grant
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
-_ROOM_TIMEOUT_S = 30.0
+_MEMORY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Canary:
         unfit: what did not.
     """
 
-    search: bool = True
+    should_search: bool = True
     cases: Cases = ()
-    unfit: Cases = ()
+    failed_cases: Cases = ()
 
     @classmethod
-    def configured(cls, key: SelfTestSetting) -> Canary:
+    def from_config(cls, key: SelfTestSetting) -> Canary:
         """Return what the configuration says."""
         return cls(search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
@@ -43,12 +43,12 @@ class Rows(NamedTuple):
         exact: whether rows together are to be tested against each alone.
     """
 
-    rows: int = 1
+    max_rows: int = 1
     sizes: tuple[int, ...] = ()
-    exact: bool = True
+    is_exact: bool = True
 
     @classmethod
-    def configured(cls, config: ModelConfig) -> Rows:
+    def from_config(cls, config: ModelConfig) -> Rows:
         """Return what the configuration says: what is used only where it is exact is tested."""
         tables = (config.batching.max_rows > 1, config.batching.exact), (config.split.part_rows > 0, config.split.exact)
         used = [exact for is_used, exact in tables if is_used]
@@ -56,11 +56,11 @@ class Rows(NamedTuple):
 
     def covers(self, other: Rows) -> bool:
         """Whether what is found out by this is enough for the other."""
-        tested = self.rows >= other.rows and self.sizes == other.sizes and (self.exact or not other.exact)
-        return tested or other.rows == 1
+        tested = self.max_rows >= other.max_rows and self.sizes == other.sizes and (self.is_exact or not other.is_exact)
+        return tested or other.max_rows == 1
 
 
-NO_ROWS = Rows()
+NO_ROW_TEST = Rows()
 
 # Of `RankTerms.reply`: each rank answers with its share of the rows, in the order of ranks.
 CONCAT = -1
@@ -83,10 +83,10 @@ class RankTerms:
     size: int
     devices: tuple[str, ...]
     connect_timeout: float
-    reply: int
+    reply_rank: int
     has_broker: bool = False
-    is_cut: bool = True
-    members: int = 1
+    is_sliced: bool = True
+    model_count: int = 1
 
 
 @dataclass(frozen=True)
@@ -111,17 +111,17 @@ class Terms:
     workers: int
     load_timeout: float
     spares: int = 0
-    sharing: bool = True
-    outlives_holder: bool = False
+    is_sharing: bool = True
+    can_outlive_holder: bool = False
     predict_timeout: float = 60.0
-    canary: Canary = Canary()
-    forks_built: bool = False
+    selftest: Canary = Canary()
+    can_fork_from_holder: bool = False
     devices: tuple[str, ...] = ()
-    rows: Rows = NO_ROWS
-    ranks: RankTerms | None = None
+    row_test: Rows = NO_ROW_TEST
+    rank_group: RankTerms | None = None
 
     @classmethod
-    def configured(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:
+    def from_config(cls, config: ModelConfig, devices: tuple[str, ...]) -> Terms:
         """Return what the configuration says of a generation on these devices."""
         return cls(
             config.workers,
@@ -130,34 +130,34 @@ class Terms:
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
-            canary=Canary.configured(config.canary),
+            canary=Canary.from_config(config.canary),
             forks_built=config.can_fork_from_holder,
             devices=devices,
-            rows=Rows.configured(config),
+            rows=Rows.from_config(config),
         )
 
     @property
-    def room_timeout(self) -> float:
+    def memory_timeout_s(self) -> float:
         """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
-        return min(_ROOM_TIMEOUT_S, self.load_timeout)
+        return min(_MEMORY_TIMEOUT_S, self.load_timeout)
 
-    def private(self) -> Terms:
+    def without_sharing(self) -> Terms:
         """Return the same without sharing."""
         return replace(self, sharing=False, forks_built=False)
 
-    def unforked(self) -> Terms:
+    def without_forking(self) -> Terms:
         """Return the same with workers that build for themselves."""
         return replace(self, forks_built=False)
 
     @property
-    def attached_each(self) -> int:
+    def processes_per_device(self) -> int:
         """How many processes attach on each device."""
         return self.workers + self.spares
 
     @property
-    def attached(self) -> int:
+    def process_count(self) -> int:
         """How many processes attach."""
-        return self.attached_each * max(1, len(self.devices))
+        return self.processes_per_device * max(1, len(self.devices))
 
 
 @dataclass(frozen=True)

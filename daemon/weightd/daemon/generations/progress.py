@@ -16,12 +16,12 @@ from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import (
     ACTIVE,
     ENDED,
-    GENERATION,
+    GENERATION_TRANSITIONS,
     ChildState,
     GenerationState,
     Machine,
 )
-from weightd.daemon.generations.tries import Tries, described
+from weightd.daemon.generations.tries import Tries, describe_cases
 from weightd.daemon.host.logs import about
 from weightd.daemon.meters.meter import Mishaps
 from weightd.protocol.messages.children import Attached, Built
@@ -33,9 +33,9 @@ _log = logging.getLogger("weightd.generation")
 class Outlook(enum.Enum):
     """What another generation may expect where one has failed."""
 
-    SAME = "same"  # the same end
-    ROOM = "room"  # there was none on the card, and some may come free late
-    BETTER = "better"  # a signal has ended the holder: that may go better the next time
+    SAME_FAILURE = "same"  # the same end
+    WAIT_FOR_MEMORY = "room"  # there was none on the card, and some may come free late
+    MAY_SUCCEED = "better"  # a signal has ended the holder: that may go better the next time
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ class Cause:
         transient: whether the cause may go away by itself, at whatever time.
     """
 
-    why: str = ""
+    reason: str = ""
     child: str = ""
-    words: str = ""
-    before: str = ""
-    after: str = ""
-    outlook: Outlook = Outlook.SAME
-    transient: bool = False
+    log_tail: str = ""
+    prefix: str = ""
+    suffix: str = ""
+    retry_hint: Outlook = Outlook.SAME_FAILURE
+    is_transient: bool = False
 
-    def led_to(self, what: str) -> Cause:
+    def with_prefix(self, prefix_text: str) -> Cause:
         """Return it with what it has led to."""
-        return replace(self, before=f"{what}{self.before}")
+        return replace(self, before=f"{prefix_text}{self.prefix}")
 
     def __str__(self) -> str:
         child = f"{self.child}: " if self.child else ""
-        words = f"; its log ends: {self.words}" if self.words else ""
-        return f"{self.before}{child}{self.why}{words}{self.after}"
+        words = f"; its log ends: {self.log_tail}" if self.log_tail else ""
+        return f"{self.prefix}{child}{self.reason}{words}{self.suffix}"
 
 
 class Teller:
@@ -84,56 +84,56 @@ class Teller:
         self._progress = ""
         self._notes: set[str] = set()
 
-    def about(self, child: str = "") -> Mapping[str, Any]:
+    def log_extra(self, child: str = "") -> Mapping[str, Any]:
         """Return `extra` of an event of this generation, or of one of its children."""
         return about(self._label.rpartition(".")[0], self._number, child)
 
-    def tell(self, why: str, child: str = "", *, level: int = logging.WARNING) -> None:
+    def log(self, text: str, child: str = "", *, level: int = logging.WARNING) -> None:
         """Tell something, of one of its children or of itself."""
-        _log.log(level, "%s: %s", self._label, why, extra=self.about(child))
+        _log.log(level, "%s: %s", self._label, text, extra=self.log_extra(child))
 
-    def progress(self, progress: str, *, has_failed: bool) -> None:
+    def log_progress(self, progress: str, *, has_failed: bool) -> None:
         """One line each time that there is something new; a failure is told by who knows what follows."""
         if progress != self._progress:
             self._progress = progress
             if not has_failed:
-                self.tell(progress, level=logging.INFO)
+                self.log(progress, level=logging.INFO)
 
-    def built(self, built: Built, holder: str) -> None:
+    def log_built(self, built: Built, holder: str) -> None:
         """The holder may have nothing for anybody to attach to. That there is nothing to share is no loss."""
         if not (built.handle or built.is_template):
-            self._unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
+            self._log_unshared(built.note, holder, logging.WARNING if built.is_loss else logging.INFO)
 
-    def rows(self, built: Built, *, exact: bool) -> None:
+    def log_row_test(self, built: Built, *, is_exact: bool) -> None:
         """Requests were to be put together, or cut; the model may not be one of which that is right.
 
         That it was not tested is no loss where answers need not be `exact`.
         """
         if built.rows is not None and built.rows.note:
-            is_loss = exact or not built.rows.outputs
-            self.tell(f"rows of requests: {built.rows.note}", level=logging.WARNING if is_loss else logging.INFO)
+            is_loss = is_exact or not built.rows.outputs
+            self.log(f"rows of requests: {built.rows.note}", level=logging.WARNING if is_loss else logging.INFO)
 
-    def attached(self, built: Built, attached: Attached, worker: str) -> None:
+    def log_attached(self, built: Built, attached: Attached, worker: str) -> None:
         """A worker may not have got what the holder has; that there is nothing, the holder has told."""
         if built.shared_bytes and not attached.shared_bytes:
-            self._unshared(attached.note, worker, logging.WARNING)
+            self._log_unshared(attached.note, worker, logging.WARNING)
 
-    def _unshared(self, note: str, child: str, level: int) -> None:
+    def _log_unshared(self, note: str, child: str, level: int) -> None:
         """Each cause once, however many workers meet it."""
         note = note or "weights are not shared"
         if note not in self._notes:
             self._notes.add(note)
-            self.tell(note, child, level=level)
+            self.log(note, child, level=level)
 
 
-def proved(built: Built | None) -> str:
+def describe_selftest(built: Built | None) -> str:
     """Return what the canary of a model is run on, or why it has none; "" before that is known. For people."""
     if built is None:
         return ""
-    return described(built.canary_cases) if built.canary else f"none: {built.canary_note}"
+    return describe_cases(built.canary_cases) if built.canary else f"none: {built.canary_note}"
 
 
-def one_after_another() -> int:
+def single_attach() -> int:
     """Let workers attach in this way: right wherever nothing is known of the room that there is."""
     return 1
 
@@ -175,33 +175,33 @@ class Standing:
         at_once: returns how many workers may attach at the same time; at least one.
     """
 
-    _rostered: type[Roster] = Roster
+    _processes_type: type[Roster] = Roster
 
     def __init__(
         self, label: str, terms: Terms, device: str = CPU, source: Source | None = None, number: int = 1
     ) -> None:
         self.label = label
-        self.terms = terms
+        self.spec = terms
         self.device = device
         self.source = source or Source("")
         self.number = number
         self.sha256 = ""
         self.built: Built | None = None
-        self.apart: dict[int, Apart] = {}
+        self.unmerged_parties: dict[int, Apart] = {}
         self.deaths: int = 0
-        self.mishaps = Mishaps()
-        self.tries = Tries(terms.canary, terms.rows)
-        self.at_once: Callable[[], int] = one_after_another
-        self.footprint = Footprint()
+        self.counters = Mishaps()
+        self.selftest_search = Tries(terms.selftest, terms.row_test)
+        self.attach_limit: Callable[[], int] = single_attach
+        self.device_usage = Footprint()
         self._actions: list[Action] = []
-        self._teller = Teller(label, number)
-        self.roster = self._rostered(label, self._actions.append, self.about)
-        self.access = Access(label, self.roster, self._actions.append, self._teller.tell, self.about())
-        self.children = self.roster.children
-        self.enlisted = self.roster.enlisted
-        self._machine = Machine(GENERATION, GenerationState.PINNING, label, self.about())
-        self._cause = Cause()
-        self._restarts = Restarts()
+        self._progress_logger = Teller(label, number)
+        self.processes = self._processes_type(label, self._actions.append, self.log_extra)
+        self.attach_control = Access(label, self.processes, self._actions.append, self._progress_logger.log, self.log_extra())
+        self.children = self.processes.children
+        self.serving_processes = self.processes.serving_processes
+        self._machine = Machine(GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, label, self.log_extra())
+        self._failure_reason = Cause()
+        self._backoff = Restarts()
 
     @property
     def state(self) -> GenerationState:
@@ -211,17 +211,17 @@ class Standing:
     @property
     def cause(self) -> str:
         """Why it failed, or why it has fewer workers than it should, for people."""
-        return str(self._cause)
+        return str(self._failure_reason)
 
     @property
-    def outlook(self) -> Outlook:
+    def retry_hint(self) -> Outlook:
         """What the next one may expect, if this one has failed."""
-        return self._cause.outlook
+        return self._failure_reason.retry_hint
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether the cause of its failure may go away by itself."""
-        return self._cause.transient
+        return self._failure_reason.is_transient
 
     def take_actions(self) -> list[Action]:
         """Return what is to be done, in order, and forget it."""
@@ -230,80 +230,80 @@ class Standing:
         return actions
 
     @property
-    def next_tick(self) -> float:
+    def next_tick_at(self) -> float:
         """When `tick` is due, in monotonic seconds."""
-        due = min((child.deadline for child in self.children.values()), default=FOREVER)
-        due = min(due, self.access.deadline) if self.state in ACTIVE else due
-        return min(due, self._restarts.due) if self._missing else due
+        due_at = min((child.deadline for child in self.children.values()), default=FOREVER)
+        due_at = min(due_at, self.attach_control.deadline) if self.state in ACTIVE else due_at
+        return min(due_at, self._backoff.due_at) if self._missing_devices else due_at
 
     @property
-    def ended(self) -> bool:
+    def is_ended(self) -> bool:
         """Whether nothing is left of it."""
         return self.state in ENDED and not self.children
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it serves with all the workers that it should have, or that it can have for now."""
-        return self._has_served and self._is_settled
+        return self._has_served and self._is_attaching_done
 
     @property
-    def awaits(self) -> bool:
+    def is_reconnecting(self) -> bool:
         """Whether it was resumed, and a worker may still be `back`."""
-        return self.state in ACTIVE and self.roster.count(ChildState.AWAITED) > 0
+        return self.state in ACTIVE and self.processes.count(ChildState.AWAITED) > 0
 
     @property
-    def full(self) -> bool:
+    def has_all_workers(self) -> bool:
         """Whether all workers and spares that it should have are READY."""
-        return self.roster.count(ChildState.READY) == self.terms.attached
+        return self.processes.count(ChildState.READY) == self.spec.process_count
 
     @property
-    def needs_renewal(self) -> bool:
+    def should_be_replaced(self) -> bool:
         """Whether it has lost workers that only another generation can replace."""
-        if self.state is not GenerationState.SERVING or not self.access.is_shut:
+        if self.state is not GenerationState.SERVING or not self.attach_control.is_attach_closed:
             return False
-        there = self.roster.places()
-        return self.access.is_frozen or any(there[device] < self.terms.workers for device in self._devices)
+        workers_by_device = self.processes.workers_by_device()
+        return self.attach_control.is_frozen or any(workers_by_device[device] < self.spec.workers for device in self._devices)
 
     @property
-    def seats(self) -> Mapping[str, tuple[str, ...]]:
+    def slots(self) -> Mapping[str, tuple[str, ...]]:
         """The seats that take requests, by name: of which processes each is, in their order."""
-        return {name: (name,) for name in self.enlisted}
+        return {name: (name,) for name in self.serving_processes}
 
     @property
-    def ready(self) -> list[str]:
+    def ready_workers(self) -> list[str]:
         """The workers and spares that are READY, by name."""
         return [child.name for child in self.children.values() if child.state is ChildState.READY]
 
     @property
     def progress(self) -> str:
         """What it is doing now, for people."""
-        ready, wanted = self.roster.count(ChildState.READY), self.terms.attached
+        ready_count, wanted_count = self.processes.count(ChildState.READY), self.spec.process_count
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
-            up = sum(child.hello is not None for child in self.children.values())
-            return f"spawned, {up}/{1 if self.terms.forks_built else wanted + 1} processes up"
-        if self.access.is_frozen and self._has_served:
-            return f"serving {ready}/{wanted}, frozen: the holder is lost"
-        if self.access.is_shut and self._has_served and ready < wanted:
-            return f"serving {ready}/{wanted}, nobody can attach any more"
+            hello_count = sum(child.hello is not None for child in self.children.values())
+            return f"spawned, {hello_count}/{1 if self.spec.can_fork_from_holder else wanted_count + 1} processes up"
+        if self.attach_control.is_frozen and self._has_served:
+            return f"serving {ready_count}/{wanted_count}, frozen: the holder is lost"
+        if self.attach_control.is_attach_closed and self._has_served and ready_count < wanted_count:
+            return f"serving {ready_count}/{wanted_count}, nobody can attach any more"
         if (
             self.state in (GenerationState.ATTACHING, GenerationState.RESUMING, GenerationState.SERVING)
-            and ready < wanted
+            and ready_count < wanted_count
         ):
-            return f"serving {ready}/{wanted}, backing off" if self._backs_off else f"attaching {ready}/{wanted}"
-        return self.state.told
+            return f"serving {ready_count}/{wanted_count}, backing off" if self._is_backing_off else f"attaching {ready_count}/{wanted_count}"
+        return self.state.display_name
 
     @property
-    def canary(self) -> str:
+    def selftest_description(self) -> str:
         """What its canary is run on, or why it has none; "" before that is known. For people."""
-        return proved(self.built)
+        return describe_selftest(self.built)
 
-    def about(self, child: str = "") -> Mapping[str, Any]:
+    def log_extra(self, child: str = "") -> Mapping[str, Any]:
         """Return `extra` of an event of this generation, or of one of its children."""
-        return self._teller.about(child)
+        return self._progress_logger.log_extra(child)
 
     def alive(self) -> Iterator[Child]:
         """Yield the children that have a process."""
-        return self.roster.alive()
+        return self.processes.alive()
 
     # --- for its decisions --------------------------------------------------------------------------------------
 
@@ -313,51 +313,51 @@ class Standing:
         return self.state is GenerationState.SERVING
 
     @property
-    def _backs_off(self) -> bool:
+    def _is_backing_off(self) -> bool:
         """Whether the next worker is not started at once."""
-        return self._has_served and bool(self._missing) and self._restarts.delay > 0
+        return self._has_served and bool(self._missing_devices) and self._backoff.delay_s > 0
 
     @property
-    def _given_up(self) -> bool:
+    def _has_given_up(self) -> bool:
         """Whether none of its workers has ever been READY, and none will be."""
-        return self._restarts.failing and not self._has_served
+        return self._backoff.is_exhausted and not self._has_served
 
     @property
     def _devices(self) -> tuple[str, ...]:
         """On which its workers are."""
-        return self.terms.devices or (self.device,)
+        return self.spec.devices or (self.device,)
 
     @property
-    def _missing(self) -> Sequence[str]:
+    def _missing_devices(self) -> Sequence[str]:
         """Where a worker is to be started: the device of each, in turn."""
-        if self.state not in ACTIVE or self.state is GenerationState.PINNING or self._given_up or self.access.is_shut:
+        if self.state not in ACTIVE or self.state is GenerationState.SNAPSHOTTING or self._has_given_up or self.attach_control.is_attach_closed:
             return ()
-        if self.terms.forks_built and self.built is None:
+        if self.spec.can_fork_from_holder and self.built is None:
             return ()
-        there = self.roster.places()
-        if there.total() == self.terms.attached:
+        workers_by_device = self.processes.workers_by_device()
+        if workers_by_device.total() == self.spec.process_count:
             return ()
-        places = range(self.terms.attached_each)
-        return [device for place in places for device in self._devices if there[device] <= place]
+        places = range(self.spec.processes_per_device)
+        return [device for place in places for device in self._devices if workers_by_device[device] <= place]
 
     @property
-    def _is_settled(self) -> bool:
+    def _is_attaching_done(self) -> bool:
         """Whether no attach is under way, and none is due or worth waiting for."""
-        return self._restarts.failing or not (self._missing or not self.roster.all_ready)
+        return self._backoff.is_exhausted or not (self._missing_devices or not self.processes.is_all_ready)
 
     @property
-    def _shares(self) -> bool:
+    def _is_sharing(self) -> bool:
         """Whether workers attach to what the holder builds, as far as it is known."""
-        return self.terms.sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
+        return self.spec.is_sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
 
     @property
-    def _attach_timeout(self) -> float:
+    def _attach_timeout_s(self) -> float:
         """Seconds that an attach may take. Who is forked of a template has built: it only runs the canary."""
-        heirs = self.built is not None and self.built.is_template
-        return min(self.terms.load_timeout, self.terms.predict_timeout) if heirs else self.terms.load_timeout
+        is_forked = self.built is not None and self.built.is_template
+        return min(self.spec.load_timeout, self.spec.predict_timeout) if is_forked else self.spec.load_timeout
 
     @property
-    def _template(self) -> str:
+    def _template_name(self) -> str:
         """The holder that workers are forked of, "" where they are not."""
-        holder = self.roster.holder
-        return holder.name if holder is not None and self.access.has_heirs else ""
+        holder = self.processes.holder
+        return holder.name if holder is not None and self.attach_control.is_fork_only else ""

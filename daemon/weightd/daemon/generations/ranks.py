@@ -12,52 +12,52 @@ from weightd.daemon.generations.states import ChildState
 class Ranks(Roster):
     """The ranks of a unit, in their order, and their broker."""
 
-    def begin(self, role: Role, name: str, device: str, deadline: float) -> None:
+    def start(self, role: Role, name: str, device: str, deadline: float) -> None:
         """Start one; it is to say HELLO by `deadline`."""
         self.add(name, role, device, deadline)
-        self._want(Spawn(name, role))
+        self._emit(Spawn(name, role))
 
     @property
-    def ranks(self) -> list[Child]:
+    def usable_ranks(self) -> list[Child]:
         """Those that the unit counts on."""
-        return self.counted(Role.RANK)
+        return self.usable(Role.RANK)
 
     @property
     def broker(self) -> Child | None:
         """By which they find each other, where they need one."""
-        return next(iter(self.counted(Role.BROKER)), None)
+        return next(iter(self.usable(Role.BROKER)), None)
 
     @property
-    def seats(self) -> Mapping[str, tuple[str, ...]]:
+    def slots(self) -> Mapping[str, tuple[str, ...]]:
         """The one of all ranks, while it takes requests."""
-        return {self._label: tuple(self.enlisted)} if self.enlisted else {}
+        return {self._label: tuple(self.serving_processes)} if self.serving_processes else {}
 
-    def enlist(self) -> None:
+    def add_slot(self) -> None:
         """Let all ranks together take requests."""
-        self.enlisted.update((each.name, None) for each in self.ranks)
-        self._want(Enlist(self._label))
+        self.serving_processes.update((each.name, None) for each in self.usable_ranks)
+        self._emit(Enlist(self._label))
 
-    def dismiss(self) -> None:
+    def remove_slot(self) -> None:
         """Nobody asks them any more."""
-        if self.enlisted:
-            self.enlisted.clear()
-            self._want(Dismiss(self._label))
+        if self.serving_processes:
+            self.serving_processes.clear()
+            self._emit(Dismiss(self._label))
 
     def kill_all(self) -> None:
         """End every one, those that were told to leave, too."""
-        self.dismiss()
+        self.remove_slot()
         for child in self.children.values():
             if child.state is not ChildState.KILLED:
                 self.kill(child)
 
-    def exited(self, child: Child) -> None:
+    def on_exit(self, child: Child) -> None:
         """One has exited and has been waited for."""
-        self.dismiss()
-        super().exited(child)
+        self.remove_slot()
+        super().on_exit(child)
 
-    def _dismiss(self, child: Child) -> None:
+    def _remove_slot_of(self, child: Child) -> None:
         del child  # there is no seat of it alone
-        self.dismiss()
+        self.remove_slot()
 
 
 def rank_name(label: str, rank: int) -> str:

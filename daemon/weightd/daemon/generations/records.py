@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weightd.daemon.generations.access import RECORDED
+from weightd.daemon.generations.access import PERSISTED_STATES
 from weightd.daemon.generations.actions import Role
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Built, Hello
@@ -52,7 +52,7 @@ class GenerationRecord:
     device: str = field(metadata=_NAME)
     sharing: bool = field(metadata=boolean())
     sha256: str = field(metadata=_NAME)
-    access: str = field(metadata=one_of(RECORDED))
+    access: str = field(metadata=one_of(PERSISTED_STATES))
     closed: str = field(metadata=_WORDS)
     process_bytes: int = field(metadata=_COUNT)
     serial: int = field(metadata=_COUNT)

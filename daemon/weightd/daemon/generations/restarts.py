@@ -12,13 +12,13 @@ from collections.abc import Callable
 MAX_FAILED_STARTS = 3
 
 # A worker that dies sooner after READY than this is dying of the same cause as the one before it.
-SHORT_LIFE_S = 10.0
+EARLY_DEATH_S = 10.0
 
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 30.0
 
 # Room is looked for often: each try costs a process, and requests may wait for it.
-_MAX_ROOM_DELAY_S = 2.0
+_MAX_MEMORY_DELAY_S = 2.0
 
 # Doublings that lead well past the longest delay; a float has room for a thousand, deaths are not bounded.
 _MAX_DOUBLINGS = 10
@@ -38,41 +38,41 @@ class Restarts:
         delay: seconds from the last death to that.
     """
 
-    def __init__(self, uniform: Callable[[], float] = random.random) -> None:
-        self.due = 0.0
-        self.delay = 0.0
+    def __init__(self, random_fraction: Callable[[], float] = random.random) -> None:
+        self.due_at = 0.0
+        self.delay_s = 0.0
         self._failed_starts = 0
-        self._full_starts = 0
-        self._full_since: float | None = None
-        self._short_lives = 0
-        self._uniform = uniform
+        self._memory_failures = 0
+        self._out_of_memory_since: float | None = None
+        self._early_deaths = 0
+        self._random = random_fraction
 
     @property
-    def failing(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether starts have failed so often in a row that the next one hardly succeeds."""
         return self._failed_starts >= MAX_FAILED_STARTS
 
-    def became_ready(self) -> None:
+    def on_ready(self) -> None:
         """A worker has become READY: starting works."""
-        self._failed_starts = self._full_starts = 0
-        self._full_since = None
+        self._failed_starts = self._memory_failures = 0
+        self._out_of_memory_since = None
 
-    def start_failed(self, now: float) -> None:
+    def on_start_failed(self, now: float) -> None:
         """A worker has died before it was READY."""
         self._failed_starts += 1
-        self._wait(now, self._delay(self._failed_starts))
+        self._schedule(now, self._delay_after(self._failed_starts))
 
-    def no_room(self, now: float, patience: float) -> None:
+    def on_out_of_memory(self, now: float, timeout_s: float) -> None:
         """A start has found no room where some may come free late: for `patience` seconds that is no failed start."""
-        if self._full_since is None:
-            self._full_since = now
-        if now >= self._full_since + patience:
-            self.start_failed(now)
+        if self._out_of_memory_since is None:
+            self._out_of_memory_since = now
+        if now >= self._out_of_memory_since + timeout_s:
+            self.on_start_failed(now)
         else:
-            self._full_starts += 1
-            self._wait(now, min(_MAX_ROOM_DELAY_S, self._delay(self._full_starts)))
+            self._memory_failures += 1
+            self._schedule(now, min(_MAX_MEMORY_DELAY_S, self._delay_after(self._memory_failures)))
 
-    def died(self, lived: float, now: float, *, useful: bool = False) -> None:
+    def on_death(self, lifetime_s: float, now: float, *, has_answered: bool = False) -> None:
         """A worker has died `lived` seconds after it was READY.
 
         Args:
@@ -81,16 +81,16 @@ class Restarts:
             useful: whether it had answered anything. Then it was no bad start, and its successor is wanted at once:
                 requests that kill workers are the business of `quarantine` and `suspects`.
         """
-        if useful or lived >= SHORT_LIFE_S:
-            self._short_lives = 0
-            self._wait(now, 0.0)
+        if has_answered or lifetime_s >= EARLY_DEATH_S:
+            self._early_deaths = 0
+            self._schedule(now, 0.0)
             return
-        self._wait(now, self._delay(self._short_lives) if self._short_lives else 0.0)
-        self._short_lives += 1
+        self._schedule(now, self._delay_after(self._early_deaths) if self._early_deaths else 0.0)
+        self._early_deaths += 1
 
-    def _wait(self, now: float, delay: float) -> None:
-        self.due, self.delay = now + delay, delay
+    def _schedule(self, now: float, delay: float) -> None:
+        self.due_at, self.delay_s = now + delay, delay
 
-    def _delay(self, count: int) -> float:
-        delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))
-        return delay * (1.0 - _JITTER * self._uniform())
+    def _delay_after(self, count: int) -> float:
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(count - 1, _MAX_DOUBLINGS))
+        return delay_s * (1.0 - _JITTER * self._random())

@@ -11,30 +11,30 @@ from weightd.daemon.generations.states import RESUMABLE, ChildEvent, ChildState
 from weightd.daemon.generations.unit import Unit
 
 # A child looks for the daemon many times a second. One that computes is not there before it has finished that.
-BACK_TIMEOUT_S = 5.0
+RECONNECT_TIMEOUT_S = 5.0
 
-_RECORDED = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
+_PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
 
 
-def record(generation: Life, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
+def record_generation(generation: Life, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
     """Return what the next daemon has to know to `resume` a generation; None if it cannot."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
     children = [
         ChildRecord(child.name, child.role.value, child.hello, child.shared_bytes, child.note, child.device)
         for child in generation.children.values()
-        if child.hello is not None and child.state in _RECORDED
+        if child.hello is not None and child.state in _PERSISTED_STATES
     ]
     return GenerationRecord(
         number=generation.number,
         source=generation.source.number,
         device=generation.device,
-        sharing=generation.terms.sharing,
+        sharing=generation.spec.is_sharing,
         sha256=generation.sha256,
-        access=generation.access.record,
-        closed=generation.access.why,
-        process_bytes=generation.footprint.process_bytes,
-        serial=generation.roster.serial,
+        access=generation.attach_control.persisted_state,
+        closed=generation.attach_control.closed_reason,
+        process_bytes=generation.device_usage.process_bytes,
+        serial=generation.processes.started_workers,
         built=generation.built,
         children=tuple(children),
         seal=seal,
@@ -43,37 +43,37 @@ def record(generation: Life, seal: SealRecord | None, port: int = 0) -> Generati
     )
 
 
-def resume(label: str, terms: Terms, source: Source, record: GenerationRecord, now: float) -> Generation:
+def resume_generation(label: str, spec: Terms, source: Source, record: GenerationRecord, now: float) -> Generation:
     """Return a generation that a daemon before this one has loaded; its workers serve once they are `back`."""
-    generation = Generation(label, terms, record.device, source, record.number)
+    generation = Generation(label, spec, record.device, source, record.number)
     generation.sha256, generation.built = record.sha256, record.built
-    generation.footprint.process_bytes = record.process_bytes
-    generation.roster.serial = record.serial
-    generation.access.restore(record.access, record.closed)
+    generation.device_usage.process_bytes = record.process_bytes
+    generation.processes.started_workers = record.serial
+    generation.attach_control.restore(record.access, record.closed)
     for each in record.children:
-        child = generation.roster.add(each.name, Role(each.role), each.device)
+        child = generation.processes.add(each.name, Role(each.role), each.device)
         child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
         if child.role is Role.WORKER:
             # It may have to finish what it was given by the daemon before.
-            child.advance(ChildEvent.AWAIT, now + BACK_TIMEOUT_S + terms.predict_timeout)
+            child.advance(ChildEvent.AWAIT, now + RECONNECT_TIMEOUT_S + spec.predict_timeout)
         else:
-            child.advance(ChildEvent.KEEP)
-            generation.guard(child)
-    generation.resumed()
+            child.advance(ChildEvent.HOLD)
+            generation.require_holder(child)
+    generation.on_resumed()
     return generation
 
 
-def resume_unit(label: str, terms: Terms, source: Source, record: GenerationRecord, now: float) -> Unit:
+def resume_rank_group(label: str, spec: Terms, source: Source, record: GenerationRecord, now: float) -> Unit:
     """Return a unit that a daemon before this one has loaded; it serves once all ranks are `back`, at the same step."""
-    unit = Unit(label, terms, record.device, source, record.number)
-    unit.sha256, unit.models, unit.built = record.sha256, record.models, record.built
-    unit.footprint.process_bytes = record.process_bytes
+    generation = Unit(label, spec, record.device, source, record.number)
+    generation.sha256, generation.models, generation.built = record.sha256, record.models, record.built
+    generation.device_usage.process_bytes = record.process_bytes
     for each in record.children:
-        child = unit.roster.add(each.name, Role(each.role), each.device)
+        child = generation.processes.add(each.name, Role(each.role), each.device)
         child.hello = each.hello
         if child.role is Role.RANK:
-            child.advance(ChildEvent.AWAIT, now + BACK_TIMEOUT_S + terms.predict_timeout)
+            child.advance(ChildEvent.AWAIT, now + RECONNECT_TIMEOUT_S + spec.predict_timeout)
         else:
-            child.advance(ChildEvent.KEEP)
-    unit.resumed()
-    return unit
+            child.advance(ChildEvent.HOLD)
+    generation.on_resumed()
+    return generation

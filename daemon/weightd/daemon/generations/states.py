@@ -18,7 +18,7 @@ _log = logging.getLogger("weightd.generation")
 class GenerationState(enum.Enum):
     """Where a generation is in its life."""
 
-    PINNING = "pinning"  # the model's files are copied and digested
+    SNAPSHOTTING = "pinning"  # the model's files are copied and digested
     SPAWNING = "spawning"  # holder and workers start
     GATHERING = "gathering"  # they say HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join, and load their slices
@@ -30,7 +30,7 @@ class GenerationState(enum.Enum):
     FAILED = "failed"  # nothing is left but the cause
 
     @property
-    def told(self) -> str:
+    def display_name(self) -> str:
         """The state for people, who are not told which daemon has loaded it."""
         return "attaching" if self is GenerationState.RESUMING else self.value
 
@@ -39,7 +39,7 @@ class GenerationEvent(enum.Enum):
     """What happens to a generation."""
 
     RESUME = "resume"
-    PINNED = "pinned"
+    SNAPSHOT_TAKEN = "pinned"
     GREETED = "greeted"
     GATHERED = "gathered"
     RETRY = "retry"
@@ -57,7 +57,7 @@ class ChildState(enum.Enum):
     GREETED = "greeted"  # it has said HELLO
     BUILDING = "building"  # holder: builds and exports; rank: joins its group, and loads
     HOLDING = "holding"  # holder: keeps the weights alive; broker: lets ranks find each other
-    ENTERED = "entered"  # rank: in its group, and loaded
+    JOINED = "entered"  # rank: in its group, and loaded
     ADMITTED = "admitted"  # worker: the engine lets it attach
     ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the canary
     AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is to come back
@@ -68,25 +68,25 @@ class ChildState(enum.Enum):
     GONE = "gone"  # exited and waited for
 
     @property
-    def told(self) -> str:
+    def display_name(self) -> str:
         """The state for people, who are not told how a process is let in and got out."""
-        return _TOLD.get(self, self).value
+        return _DISPLAYED_AS.get(self, self).value
 
 
 class ChildEvent(enum.Enum):
     """What happens to a process."""
 
-    KEEP = "keep"
+    HOLD = "keep"
     AWAIT = "await"
     HELLO = "hello"
     BUILD = "build"
     BUILT = "built"
-    ENTERED = "entered"
-    WARM = "warm"
+    JOINED = "entered"
+    RUN_SELFTEST = "warm"
     ADMIT = "admit"
     ATTACH = "attach"
     ATTACHED = "attached"
-    BACK = "back"
+    RECONNECTED = "back"
     STOP = "stop"
     ABORT = "abort"
     KILL = "kill"
@@ -97,12 +97,12 @@ class AccessState(enum.Enum):
     """Who may still attach to a generation's weights."""
 
     OPEN = "open"  # anybody
-    HEIRS = "heirs"  # who is forked of the holder
+    FORK_ONLY = "heirs"  # who is forked of the holder
     ORPHANED = "orphaned"  # nobody: the holder is lost, of which workers were forked; they go on
     LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
-    ASKING = "asking"  # the same; it has been asked
+    ALLOW_PENDING = "asking"  # the same; it has been asked
     CLOSED = "closed"  # the engine lets nobody in who was not there at the build
-    STRIPPED = "stripped"  # nobody: the files that they would load have vanished; the workers go on
+    FILES_LOST = "stripped"  # nobody: the files that they would load have vanished; the workers go on
     FROZEN = "frozen"  # nobody: the holder is lost, and the workers go on
     INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
 
@@ -110,22 +110,22 @@ class AccessState(enum.Enum):
 class AccessEvent(enum.Enum):
     """What happens to who may attach."""
 
-    FIX = "fix"
-    INHERIT = "inherit"
+    FIX_PIDS = "fix"
+    FORK = "inherit"
     ORPHAN = "orphan"
     UNSHARE = "unshare"
-    ASK = "ask"
+    REQUEST_ALLOW = "ask"
     ALLOW = "allow"
     REFUSE = "refuse"
-    LOSE = "lose"
+    LOSE_HOLDER = "lose"
     INVALIDATE = "invalidate"
-    STRIP = "strip"
+    LOSE_FILES = "strip"
 
 
 # Before it serves, a generation needs its holder; these are the states that lead there.
 LOADING = frozenset(
     {
-        GenerationState.PINNING,
+        GenerationState.SNAPSHOTTING,
         GenerationState.SPAWNING,
         GenerationState.GATHERING,
         GenerationState.BUILDING,
@@ -140,34 +140,34 @@ ENDED = frozenset({GenerationState.GONE, GenerationState.FAILED})
 RESUMABLE = frozenset({GenerationState.RESUMING, GenerationState.SERVING})
 
 # A child that the generation counts on: alive, and not on its way out.
-COUNTED = frozenset(
+USABLE = frozenset(
     {
         ChildState.SPAWNED,
         ChildState.GREETED,
         ChildState.BUILDING,
         ChildState.HOLDING,
-        ChildState.ENTERED,
+        ChildState.JOINED,
         ChildState.ADMITTED,
         ChildState.ATTACHING,
         ChildState.AWAITED,
         ChildState.READY,
     }
 )
-ALIVE = COUNTED | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
+ALIVE = USABLE | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
 # Lost workers cannot be replaced.
-SHUT = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.STRIPPED, AccessState.FROZEN})
+ATTACH_CLOSED = frozenset({AccessState.ORPHANED, AccessState.CLOSED, AccessState.FILES_LOST, AccessState.FROZEN})
 
-_TOLD = {
+_DISPLAYED_AS = {
     ChildState.ADMITTED: ChildState.GREETED,
     ChildState.AWAITED: ChildState.ATTACHING,
     ChildState.ABORTED: ChildState.STOPPING,
     ChildState.KILLED: ChildState.STOPPING,
 }
 
-GENERATION: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = {
-    (GenerationState.PINNING, GenerationEvent.PINNED): GenerationState.SPAWNING,
-    (GenerationState.PINNING, GenerationEvent.RESUME): GenerationState.RESUMING,
+GENERATION_TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = {
+    (GenerationState.SNAPSHOTTING, GenerationEvent.SNAPSHOT_TAKEN): GenerationState.SPAWNING,
+    (GenerationState.SNAPSHOTTING, GenerationEvent.RESUME): GenerationState.RESUMING,
     (GenerationState.SPAWNING, GenerationEvent.GREETED): GenerationState.GATHERING,
     (GenerationState.GATHERING, GenerationEvent.GATHERED): GenerationState.BUILDING,
     (GenerationState.BUILDING, GenerationEvent.RETRY): GenerationState.GATHERING,
@@ -179,44 +179,44 @@ GENERATION: Mapping[tuple[GenerationState, GenerationEvent], GenerationState] = 
     (GenerationState.DRAINING, GenerationEvent.EMPTY): GenerationState.GONE,
 }
 
-CHILD: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
+CHILD_TRANSITIONS: Mapping[tuple[ChildState, ChildEvent], ChildState] = {
     (ChildState.SPAWNED, ChildEvent.HELLO): ChildState.GREETED,
     (ChildState.GREETED, ChildEvent.BUILD): ChildState.BUILDING,
     (ChildState.BUILDING, ChildEvent.BUILT): ChildState.HOLDING,
-    (ChildState.BUILDING, ChildEvent.ENTERED): ChildState.ENTERED,
-    (ChildState.ENTERED, ChildEvent.WARM): ChildState.ATTACHING,
+    (ChildState.BUILDING, ChildEvent.JOINED): ChildState.JOINED,
+    (ChildState.JOINED, ChildEvent.RUN_SELFTEST): ChildState.ATTACHING,
     (ChildState.GREETED, ChildEvent.ADMIT): ChildState.ADMITTED,
     (ChildState.ADMITTED, ChildEvent.ATTACH): ChildState.ATTACHING,
     (ChildState.ATTACHING, ChildEvent.ATTACHED): ChildState.READY,
-    (ChildState.SPAWNED, ChildEvent.KEEP): ChildState.HOLDING,
-    (ChildState.GREETED, ChildEvent.KEEP): ChildState.HOLDING,
+    (ChildState.SPAWNED, ChildEvent.HOLD): ChildState.HOLDING,
+    (ChildState.GREETED, ChildEvent.HOLD): ChildState.HOLDING,
     (ChildState.SPAWNED, ChildEvent.AWAIT): ChildState.AWAITED,
-    (ChildState.AWAITED, ChildEvent.BACK): ChildState.READY,
-    **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in COUNTED},
+    (ChildState.AWAITED, ChildEvent.RECONNECTED): ChildState.READY,
+    **{(state, ChildEvent.STOP): ChildState.STOPPING for state in ChildState if state in USABLE},
     **{
         (state, ChildEvent.ABORT): ChildState.ABORTED
         for state in ChildState
-        if state in COUNTED | {ChildState.STOPPING}
+        if state in USABLE | {ChildState.STOPPING}
     },
     **{(state, ChildEvent.KILL): ChildState.KILLED for state in ChildState if state in ALIVE - {ChildState.KILLED}},
     **{(state, ChildEvent.EXIT): ChildState.GONE for state in ChildState if state in ALIVE},
 }
 
-ACCESS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
-    (AccessState.OPEN, AccessEvent.FIX): AccessState.LISTED,
-    (AccessState.OPEN, AccessEvent.INHERIT): AccessState.HEIRS,
-    (AccessState.HEIRS, AccessEvent.ORPHAN): AccessState.ORPHANED,
+ATTACH_TRANSITIONS: Mapping[tuple[AccessState, AccessEvent], AccessState] = {
+    (AccessState.OPEN, AccessEvent.FIX_PIDS): AccessState.LISTED,
+    (AccessState.OPEN, AccessEvent.FORK): AccessState.FORK_ONLY,
+    (AccessState.FORK_ONLY, AccessEvent.ORPHAN): AccessState.ORPHANED,
     (AccessState.LISTED, AccessEvent.UNSHARE): AccessState.OPEN,
-    (AccessState.LISTED, AccessEvent.ASK): AccessState.ASKING,
-    (AccessState.ASKING, AccessEvent.ALLOW): AccessState.LISTED,
-    (AccessState.ASKING, AccessEvent.REFUSE): AccessState.CLOSED,
-    (AccessState.LISTED, AccessEvent.LOSE): AccessState.FROZEN,
-    (AccessState.ASKING, AccessEvent.LOSE): AccessState.FROZEN,
-    (AccessState.OPEN, AccessEvent.STRIP): AccessState.STRIPPED,
-    (AccessState.HEIRS, AccessEvent.STRIP): AccessState.STRIPPED,
-    (AccessState.LISTED, AccessEvent.STRIP): AccessState.STRIPPED,
-    (AccessState.ASKING, AccessEvent.STRIP): AccessState.STRIPPED,
-    (AccessState.CLOSED, AccessEvent.LOSE): AccessState.FROZEN,
+    (AccessState.LISTED, AccessEvent.REQUEST_ALLOW): AccessState.ALLOW_PENDING,
+    (AccessState.ALLOW_PENDING, AccessEvent.ALLOW): AccessState.LISTED,
+    (AccessState.ALLOW_PENDING, AccessEvent.REFUSE): AccessState.CLOSED,
+    (AccessState.LISTED, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
+    (AccessState.ALLOW_PENDING, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
+    (AccessState.OPEN, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
+    (AccessState.FORK_ONLY, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
+    (AccessState.LISTED, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
+    (AccessState.ALLOW_PENDING, AccessEvent.LOSE_FILES): AccessState.FILES_LOST,
+    (AccessState.CLOSED, AccessEvent.LOSE_HOLDER): AccessState.FROZEN,
     **{(state, AccessEvent.INVALIDATE): AccessState.INVALID for state in AccessState if state != AccessState.INVALID},
 }
 

@@ -13,22 +13,22 @@ from weightd.daemon.host.ends import By, End
 
 # What libraries say of a peer that has not come: MindSpore's, HCCL's of a link and of a collective, and MindSpore's of
 # every predict after one that has failed.
-_WORDS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
+_PEER_FAILURE_TEXTS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
 
 # MindSpore ends its process by SIGTERM when its broker has gone; as a status where that signal is handled.
-_BROKER_GONE = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
+_BROKER_LOST_STATUSES = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
 # With these MindSpore's broker ends when a rank has gone, with the second when it cannot listen.
-_RANK_GONE = frozenset({0, 1})
-_NOT_LISTENING = 1
+_RANK_LOST_STATUSES = frozenset({0, 1})
+_LISTEN_FAILED_STATUS = 1
 
 
-def in_words(words: str) -> bool:
+def is_peer_failure_text(text: str) -> bool:
     """Return whether a library has said this because of another process."""
-    return any(each in words for each in _WORDS)
+    return any(each in text for each in _PEER_FAILURE_TEXTS)
 
 
-def in_end(role: Role, end: End, *, have_met: bool) -> bool:
+def is_peer_failure_exit(role: Role, exit_cause: End, *, has_connected: bool) -> bool:
     """Return whether a process may have ended in this way because of another one.
 
     Args:
@@ -37,17 +37,17 @@ def in_end(role: Role, end: End, *, have_met: bool) -> bool:
         have_met: whether ranks had found each other. Before that a broker ends of a reason of its own.
     """
     if role is Role.BROKER:
-        return have_met and end.status in _RANK_GONE
-    return end.status in _BROKER_GONE or in_words(end.words)
+        return has_connected and exit_cause.status in _RANK_LOST_STATUSES
+    return exit_cause.status in _BROKER_LOST_STATUSES or is_peer_failure_text(exit_cause.words)
 
 
-def is_port_taken(end: End, *, have_met: bool) -> bool:
+def is_port_taken(exit_cause: End, *, has_connected: bool) -> bool:
     """Return whether a broker that was told to begin has most likely found its port taken: the next gets another."""
-    return not have_met and end.status == _NOT_LISTENING
+    return not has_connected and exit_cause.status == _LISTEN_FAILED_STATUS
 
 
-def is_own(end: End) -> bool:
+def is_independent_exit(exit_cause: End) -> bool:
     """Return whether a process that the daemon has sent SIGKILL had ended before that came."""
-    if end.status is None or end.by is By.KEEPER:
+    if exit_cause.status is None or exit_cause.by is By.KEEPER:
         return False
-    return end.status != -signal.SIGKILL or end.by is not By.DAEMON
+    return exit_cause.status != -signal.SIGKILL or exit_cause.by is not By.DAEMON

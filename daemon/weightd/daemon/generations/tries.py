@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weightd.daemon.generations.plan import NO_ROWS, Canary, Rows
+from weightd.daemon.generations.plan import NO_ROW_TEST, Canary, Rows
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Attach, Build, Built, Probing
 from weightd.protocol.messages.findings import Case, Cases
 
 # Holders that may die in the search for one canary.
-MAX_DEATHS = 6
+MAX_HOLDER_DEATHS = 6
 
 
-def described(cases: Cases) -> str:
+def describe_cases(cases: Cases) -> str:
     """Return the inputs for people."""
-    return " and ".join(map(_described, cases))
+    return " and ".join(map(_describe_case, cases))
 
 
-def _described(case: Case) -> str:
+def _describe_case(case: Case) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in case.items()) or "no input"
 
 
@@ -39,57 +39,57 @@ class Tries:
         trying: what the holder runs its model on; nothing while it does something else.
     """
 
-    def __init__(self, known: Canary, rows: Rows = NO_ROWS) -> None:
-        self.known = known
-        self._rows = rows
-        self.trying: Cases = ()
+    def __init__(self, known: Canary, row_test: Rows = NO_ROW_TEST) -> None:
+        self.spec = known
+        self._row_test = row_test
+        self.current_cases: Cases = ()
         self._deaths = 0
-        self._again: Cases | None = None
+        self._retried_cases: Cases | None = None
         self._has_run = False
 
-    def order(self, pids: tuple[str, ...]) -> Build:
+    def build_message(self, pids: tuple[str, ...]) -> Build:
         """Return what the holder is told."""
-        known, (rows, sizes, exact) = self.known, self._rows
+        spec, (rows, sizes, exact) = self.spec, self._row_test
         self._has_run = False
-        return Build(pids, known.search, known.cases, known.unfit, rows, sizes, exact)
+        return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact)
 
-    def attach(self, built: Built) -> Attach:
+    def attach_message(self, built: Built) -> Attach:
         """Return what a worker is told, after the holder has `built`."""
-        return Attach(built.handle, built.canary_cases, *self._rows, built.rows, built.by_shape, built.first)
+        return Attach(built.handle, built.canary_cases, *self._row_test, built.rows, built.by_shape, built.first)
 
-    def told(self, probing: Probing) -> None:
+    def on_trying_selftest(self, message: Probing) -> None:
         """The holder has said what it tries."""
         # A configured canary comes first.
-        self._has_run = self._has_run or bool(self.trying and not probing.trying)
-        self.trying = probing.trying
-        if self.known.search:
-            self.known = replace(self.known, unfit=probing.unfit)
+        self._has_run = self._has_run or bool(self.current_cases and not message.trying)
+        self.current_cases = message.trying
+        if self.spec.should_search:
+            self.spec = replace(self.spec, unfit=message.unfit)
 
-    def found(self, built: Built) -> None:
+    def on_built(self, built: Built) -> None:
         """The holder has built, with this canary or none."""
-        self.trying = ()
-        self.known = replace(self.known, cases=built.canary_cases)
+        self.current_cases = ()
+        self.spec = replace(self.spec, cases=built.canary_cases)
 
-    def lost(self, *, is_slow: bool = False, from_outside: bool = False) -> bool:
+    def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
         """The holder is lost; return whether that was in a try, and another holder may do better.
 
         Args:
             is_slow: it took too long. The next one would wait as long: it is to build without a canary.
             from_outside: another has ended it.
         """
-        tried, self.trying = self.trying, ()
+        tried, self.current_cases = self.current_cases, ()
         if not tried:
             return False
-        if from_outside and tried != self._again:
-            self._again = tried
+        if is_external and tried != self._retried_cases:
+            self._retried_cases = tried
             return True
-        if not self.known.search and not self._has_run:
+        if not self.spec.should_search and not self._has_run:
             return False
         self._deaths += 1
-        unfit = (*self.known.unfit, *(case for case in tried if case not in self.known.unfit))
-        if not self.known.search:
-            self.known = replace(self.known, unfit=unfit[: limits.MAX_CANARY_UNFIT])
-            return self._deaths < MAX_DEATHS
-        over = is_slow or self._deaths >= MAX_DEATHS or len(unfit) > limits.MAX_CANARY_UNFIT
-        self.known = Canary(not over, (), unfit[: limits.MAX_CANARY_UNFIT])
+        failed_cases = (*self.spec.failed_cases, *(case for case in tried if case not in self.spec.failed_cases))
+        if not self.spec.should_search:
+            self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_CANARY_UNFIT])
+            return self._deaths < MAX_HOLDER_DEATHS
+        should_stop = has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_CANARY_UNFIT
+        self.spec = Canary(not should_stop, (), failed_cases[: limits.MAX_CANARY_UNFIT])
         return True

@@ -33,7 +33,7 @@ TABLES: Mapping[str, type[Any]] = {
     "devices.NAME": DeviceConfig,
 }
 
-_MEANINGS: Mapping[str, str] = {
+_TABLE_DESCRIPTIONS: Mapping[str, str] = {
     "daemon": "The daemon itself. The table may be left out.",
     "listeners.NAME": (
         "Where clients connect that speak ZeroMQ. NAME is chosen as that of a model. The tables may be left out: then "
@@ -93,14 +93,14 @@ workers = 8
 """
 
 # What stands in the example for keys without a default.
-_VALUES: Mapping[str, str] = {
+_EXAMPLE_VALUES: Mapping[str, str] = {
     "path": '"/srv/models/resnet50.onnx"',
     "address": '"ipc:///run/weightd/weightd.sock"',
     "models": '["resnet50", "resnet101"]',
     "max_shape": "{ data = [16, 3, 224, 224] }",
 }
 
-_FIRST = """\
+_EXAMPLE_HEADER = """\
 # The configuration of weightd, see weightd.toml(5); `weightd check FILE` says what is wrong with it.
 # What is commented out shows the default, or where there is none that could be written down, what may stand there.
 # Only `path` is needed.
@@ -114,9 +114,9 @@ def page() -> str:
     page.text(_DESCRIPTION)
     for table, cls in TABLES.items():
         page.heading(f"[{table}]")
-        page.text(_MEANINGS[table])
+        page.text(_TABLE_DESCRIPTIONS[table])
         for key in keys(cls):
-            page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
+            page.entry(f"{bold(key.name)} ({italic(_describe_kind(key))})", key.meaning)
     page.heading("FILES")
     page.entry(bold("/etc/weightd/weightd.toml"), "What `weightd serve` reads where it is given no other file.")
     page.heading("EXAMPLE")
@@ -125,7 +125,7 @@ def page() -> str:
     return page.source()
 
 
-def _kind(key: Key) -> str:
+def _describe_kind(key: Key) -> str:
     kind = key.kind.replace('one of "", ', "one of ")
     if key.required:
         return f"{kind}; required"
@@ -135,16 +135,16 @@ def _kind(key: Key) -> str:
 
 def example() -> str:
     """Return a configuration with one model, and each other key as a comment."""
-    lines = [_FIRST]
+    lines = [_EXAMPLE_HEADER]
     for table, cls in TABLES.items():
         named = table.replace("models.NAME", "models.resnet50").replace("devices.NAME", 'devices."ascend:0"')
         there = table in ("daemon", "models.NAME")
         lines.append(f"[{named}]" if there else f"# [{named}]")
-        lines += [line for key in keys(cls) for line in _lines(key, there=there)]
+        lines += [line for key in keys(cls) for line in _example_lines(key, is_table_shown=there)]
     return "\n".join(lines)
 
 
-def _lines(key: Key, *, there: bool) -> Iterator[str]:
+def _example_lines(key: Key, *, is_table_shown: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    value = _VALUES[key.name] if key.required else key.default or _VALUES.get(key.name, "0")
-    yield f"{'' if there and key.required else '# '}{key.name} = {value}\n"
+    value = _EXAMPLE_VALUES[key.name] if key.required else key.default or _EXAMPLE_VALUES.get(key.name, "0")
+    yield f"{'' if is_table_shown and key.required else '# '}{key.name} = {value}\n"

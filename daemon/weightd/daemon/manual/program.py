@@ -12,7 +12,7 @@ from weightd.shared.manual.page import describe, table
 from weightd.shared.manual.roff import Page
 
 # What the shell offers for a metavar.
-_KINDS: Mapping[str, str] = {
+_COMPLETIONS: Mapping[str, str] = {
     "CONFIG": completion.FILE,
     "MODEL": completion.FILE,
     "FILE": completion.FILE,
@@ -83,4 +83,4 @@ def page() -> str:
 
 def bash() -> str:
     """Return the completion of weightd for bash."""
-    return completion.bash(commands.read(parser()), _KINDS)
+    return completion.bash(commands.read(parser()), _COMPLETIONS)

@@ -15,16 +15,16 @@ from weightd.daemon.host.memory import MIB
 _PROCESS_BYTES = 64 * MIB
 
 
-class _There(NamedTuple):
+class _LimitedGeneration(NamedTuple):
     """A generation, and how much memory one of its processes takes while it builds."""
 
     generation: Life
-    need: Callable[[], int]
+    build_bytes: Callable[[], int]
 
     @property
-    def building(self) -> int:
+    def building_count(self) -> int:
         """How many of its processes build now."""
-        return self.generation.roster.count(ChildState.BUILDING, ChildState.ATTACHING)
+        return self.generation.processes.count(ChildState.BUILDING, ChildState.ATTACHING)
 
 
 class Attaching:
@@ -40,9 +40,9 @@ class Attaching:
     ) -> None:
         self._free_bytes = free_bytes
         self._usable_cores = usable_cores
-        self._there: list[_There] = []
+        self._generations: list[_LimitedGeneration] = []
 
-    def bound(self, generation: Life, nbytes: Callable[[], int], factor: float) -> None:
+    def limit(self, generation: Life, model_bytes: Callable[[], int], build_factor: float) -> None:
         """Tell a generation how many of its workers may attach at once, whenever it asks.
 
         Args:
@@ -50,14 +50,14 @@ class Attaching:
             nbytes: returns the size of the model's files, once it is known.
             factor: how many times that much a build takes.
         """
-        there = _There(generation, lambda: int(factor * nbytes()) + _PROCESS_BYTES)
-        self._there = [each for each in self._there if not each.generation.ended] + [there]
-        generation.at_once = functools.partial(self._at_once, there)
+        limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
+        self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]
+        generation.attach_limit = functools.partial(self._attach_limit, limited)
 
-    def _at_once(self, there: _There) -> int:
+    def _attach_limit(self, limited: _LimitedGeneration) -> int:
         """What others build is taken for not begun: free memory tells less of them than they will need, never more."""
-        others = [(each.building, each.need()) for each in self._there if each is not there and each.building]
-        cores_left = self._usable_cores() - sum(count for count, _ in others)
+        other_builds = [(each.building_count, each.build_bytes()) for each in self._generations if each is not limited and each.building_count]
+        cores_left = self._usable_cores() - sum(count for count, _ in other_builds)
         # Nor have its own that attach taken all they need.
-        bytes_left = self._free_bytes() - sum(count * need for count, need in others)
-        return max(1, min(cores_left, bytes_left // there.need()))
+        bytes_left = self._free_bytes() - sum(count * need for count, need in other_builds)
+        return max(1, min(cores_left, bytes_left // limited.build_bytes()))

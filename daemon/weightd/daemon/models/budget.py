@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.host.memory import MIB
 
 
@@ -28,22 +28,22 @@ class Need:
         slices: the bytes of what each rank loads, where the weights are cut over several cards.
     """
 
-    weights: int
-    copies: int
-    users: int
-    processes: int
+    weight_bytes: int
+    copy_count: int
+    worker_count: int
+    process_count: int
     process_bytes: int
     buffer_bytes: int = 0
-    slices: tuple[int, ...] = ()
+    slice_bytes: tuple[int, ...] = ()
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """The bytes altogether, of one card."""
-        return self.copies * on_card(self.weights) + self.processes * self.process_bytes + self.buffer_bytes
+        return self.copy_count * card_bytes(self.weight_bytes) + self.process_count * self.process_bytes + self.buffer_bytes
 
-    def of_rank(self, rank: int) -> Need:
+    def for_rank(self, rank: int) -> Need:
         """Return what that takes on the card of this rank."""
-        return Need(self.slices[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
+        return Need(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
 
 
 class Room(Protocol):
@@ -61,31 +61,31 @@ class Room(Protocol):
         """The labels of those that wait."""
         raise NotImplementedError
 
-    def reserve(self, label: str, need: Need) -> str:
+    def reserve(self, label: str, request: Need) -> str:
         """Promise `need` to a generation; return why that cannot be done, or ""."""
         raise NotImplementedError
 
-    def refusal(self, label: str, need: Need, *, without: Collection[str] = ()) -> str:
+    def rejection_reason(self, label: str, request: Need, *, excluding: Collection[str] = ()) -> str:
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
         raise NotImplementedError
 
-    def restore(self, label: str, need: Need, port: int = 0) -> None:
+    def restore(self, label: str, request: Need, port: int = 0) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
 
     def port(self, label: str) -> int:
         """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
         raise NotImplementedError
 
-    def will_leave(self, labels: Collection[str]) -> None:
+    def mark_leaving(self, labels: Collection[str]) -> None:
         """These generations will not need it for long."""
 
-    def wait(self, label: str, tell: Callable[[], object]) -> None:
+    def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
         """A generation waits for room: `tell` is called each time that something is released."""
 
-    def said_free(self, free: int, rank: int) -> None:
+    def set_free_bytes(self, free_bytes: int, rank: int) -> None:
         """The card has said what is free, after a process of that generation has loaded."""
 
-    def learn(self, label: str, process_bytes: int) -> None:
+    def set_process_bytes(self, label: str, process_bytes: int) -> None:
         """A process of a generation was seen to take so much beside the weights."""
 
     def release(self, label: str) -> None:
@@ -108,41 +108,41 @@ class Device:
     """
 
     name: str
-    capacity: int | None = None
+    capacity_bytes: int | None = None
     max_processes: int | None = None
-    said: int | None = None
-    free: int | None = None
-    promised: dict[str, Need] = field(default_factory=dict[str, Need])
+    reported_bytes: int | None = None
+    free_bytes: int | None = None
+    reserved: dict[str, Need] = field(default_factory=dict[str, Need])
     leaving: set[str] = field(default_factory=set[str])
     waiting: dict[str, Callable[[], object]] = field(default_factory=dict[str, Callable[[], object]])
     ports: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
-    def used(self) -> int:
+    def reserved_bytes(self) -> int:
         """Promised bytes."""
-        return sum(need.total for need in self.promised.values())
+        return sum(need.total_bytes for need in self.reserved.values())
 
     @property
-    def processes(self) -> int:
+    def process_count(self) -> int:
         """Promised processes."""
-        return sum(need.processes for need in self.promised.values())
+        return sum(need.process_count for need in self.reserved.values())
 
-    def reserve(self, label: str, need: Need) -> str:
+    def reserve(self, label: str, request: Need) -> str:
         """Promise `need` to a generation; return why that cannot be done, or ""."""
-        refusal = self.refusal(label, need)
-        if not refusal:
-            self.promised[label] = need
+        reason = self.rejection_reason(label, request)
+        if not reason:
+            self.reserved[label] = request
             self.waiting.pop(label, None)
-        return refusal
+        return reason
 
-    def refusal(self, label: str, need: Need, *, without: Collection[str] = ()) -> str:
+    def rejection_reason(self, label: str, request: Need, *, excluding: Collection[str] = ()) -> str:
         """Return why `need` cannot be promised, though the generations `without` were gone, or ""."""
-        others = {each: had for each, had in self.promised.items() if each not in without}
-        return self._too_many(label, need, others) or self._too_large(label, need, others)
+        other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
+        return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(label, request, other_requests)
 
-    def restore(self, label: str, need: Need, port: int = 0) -> None:
+    def restore(self, label: str, request: Need, port: int = 0) -> None:
         """A generation is there, with that port: whether there is room for it is no question."""
-        self.promised[label] = need
+        self.reserved[label] = request
         if port:
             self.ports[label] = port
 
@@ -150,67 +150,67 @@ class Device:
         """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
         return self.ports.get(label, 0)
 
-    def will_leave(self, labels: Collection[str]) -> None:
+    def mark_leaving(self, labels: Collection[str]) -> None:
         """These generations will not need it for long."""
         self.leaving |= {*labels}
 
-    def wait(self, label: str, tell: Callable[[], object]) -> None:
+    def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
         """A generation waits for room: `tell` is called each time that something is released."""
-        self.waiting[label] = tell
+        self.waiting[label] = on_release
 
-    def said_free(self, free: int, rank: int) -> None:
+    def set_free_bytes(self, free: int, rank: int) -> None:
         """The card has said what is free, after a process of that generation has loaded; `rank` is for several."""
-        self.free = free
+        self.free_bytes = free
 
-    def learn(self, label: str, process_bytes: int) -> None:
+    def set_process_bytes(self, label: str, process_bytes: int) -> None:
         """A process of a generation was seen to take so much beside the weights."""
-        need = self.promised.get(label)
-        if need is not None and process_bytes > need.process_bytes:
-            self.promised[label] = replace(need, process_bytes=process_bytes)
+        request = self.reserved.get(label)
+        if request is not None and process_bytes > request.process_bytes:
+            self.reserved[label] = replace(request, process_bytes=process_bytes)
 
     def release(self, label: str) -> None:
         """Take back what a generation was promised: nothing is left of it. Whoever waits for room is told."""
-        self.promised.pop(label, None)
+        self.reserved.pop(label, None)
         self.leaving.discard(label)
         self.waiting.pop(label, None)
         self.ports.pop(label, None)
         for tell in list(self.waiting.values()):
             tell()
 
-    def _too_many(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
-        used = sum(had.processes for had in others.values())
-        if self.max_processes is None or used + need.processes <= self.max_processes:
+    def _process_limit_reason(self, label: str, request: Need, other_requests: Mapping[str, Need]) -> str:
+        used = sum(had.process_count for had in other_requests.values())
+        if self.max_processes is None or used + request.process_count <= self.max_processes:
             return ""
-        who = "its rank" if need.buffer_bytes else "holder, workers and spares"
-        had = {each: str(had.processes) for each, had in others.items()}
-        text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {need.processes} ({who})"
-        return f"{text}{_listed(had)}"
+        process_kinds = "its rank" if request.buffer_bytes else "holder, workers and spares"
+        reserved_by_label = {each: str(had.process_count) for each, had in other_requests.items()}
+        text = f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count} ({process_kinds})"
+        return f"{text}{_format_reservations(reserved_by_label)}"
 
-    def _too_large(self, label: str, need: Need, others: Mapping[str, Need]) -> str:
-        used = sum(had.total for had in others.values())
-        if self.capacity is None or used + need.total <= self.capacity:
+    def _memory_limit_reason(self, label: str, request: Need, other_requests: Mapping[str, Need]) -> str:
+        used = sum(had.total_bytes for had in other_requests.values())
+        if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
         return (
-            f"{self.name} has no room: {label} needs {_mib(need.total)} ({_copies(need)} of "
-            f"{_mib(on_card(need.weights))} weights, {_processes(need)}), "
-            f"{_mib(max(0, self.capacity - used))} of {_mib(self.capacity)} are free"
-            f"{_listed({each: _mib(had.total) for each, had in others.items()})}"
+            f"{self.name} has no room: {label} needs {_format_mib(request.total_bytes)} ({_format_copies(request)} of "
+            f"{_format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
+            f"{_format_mib(max(0, self.capacity_bytes - used))} of {_format_mib(self.capacity_bytes)} are free"
+            f"{_format_reservations({each: _format_mib(had.total_bytes) for each, had in other_requests.items()})}"
         )
 
 
-def _listed(had: Mapping[str, str]) -> str:
-    return f"; {', '.join(f'{label} has {what}' for label, what in had.items())}" if had else ""
+def _format_reservations(reservations: Mapping[str, str]) -> str:
+    return f"; {', '.join(f'{label} has {what}' for label, what in reservations.items())}" if reservations else ""
 
 
-def _copies(need: Need) -> str:
-    return "one copy" if need.copies == 1 else f"{need.copies} copies"
+def _format_copies(request: Need) -> str:
+    return "one copy" if request.copy_count == 1 else f"{request.copy_count} copies"
 
 
-def _processes(need: Need) -> str:
-    if need.buffer_bytes:
-        return f"one process of {_mib(need.process_bytes)}, communication of {_mib(need.buffer_bytes)}"
-    return f"{need.processes} processes of {_mib(need.process_bytes)}"
+def _format_processes(request: Need) -> str:
+    if request.buffer_bytes:
+        return f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
+    return f"{request.process_count} processes of {_format_mib(request.process_bytes)}"
 
 
-def _mib(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{-(-size // MIB):,} MiB"

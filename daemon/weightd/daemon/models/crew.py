@@ -14,7 +14,7 @@ from weightd.daemon.generations.generation import Generation
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
-from weightd.daemon.generations.resume import resume, resume_unit
+from weightd.daemon.generations.resume import resume_generation, resume_rank_group
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import End, Lost
 from weightd.daemon.models import rows, units
@@ -62,133 +62,133 @@ class Crew:
 
     def __init__(
         self,
-        owner: Owner,
+        event_handler: Owner,
         config: ModelConfig,
-        children: Children,
+        process_manager: Children,
         snapshots: Snapshots,
-        desk: Desk,
-        settle: Callable[[float], None],
+        dispatcher: Desk,
+        reconcile: Callable[[float], None],
     ) -> None:
         self.past_deaths = 0
-        self._children = children
-        self._owner = owner
+        self._process_manager = process_manager
+        self._event_handler = event_handler
         self._config = config
         self._snapshots = snapshots
-        self._desk = desk
-        self._settle = settle
+        self._dispatcher = dispatcher
+        self._reconcile = reconcile
         # Whose child it is, by the child's name.
-        self._owners: dict[str, tuple[Deployment, Life]] = {}
-        self._places = Places()
+        self._by_process: dict[str, tuple[Deployment, Life]] = {}
+        self._rendezvous = Places()
 
     def __bool__(self) -> bool:
-        return bool(self._owners)
+        return bool(self._by_process)
 
     def resume(
         self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
     ) -> Life | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
-        terms = deployment.terms if record.sharing else deployment.terms.private()
-        again = resume if terms.ranks is None else resume_unit
-        generation: Life = again(label, terms, sources[record.source], record, now)
-        if not self._children.resume(self._owner, generation, record.seal):
+        spec = deployment.spec if record.sharing else deployment.spec.without_sharing()
+        resume_function = resume_generation if spec.rank_group is None else resume_rank_group
+        generation: Life = resume_function(label, spec, sources[record.source], record, now)
+        if not self._process_manager.resume(self._event_handler, generation, record.seal):
             _log.error(
-                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.about()
+                "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.log_extra()
             )
             return None
-        self._owners.update((child, (deployment, generation)) for child in generation.children)
+        self._by_process.update((child, (deployment, generation)) for child in generation.children)
         if record.built.canary_cases:
-            known = dataclasses.replace(terms.canary, cases=record.built.canary_cases)
-            self._snapshots.learned(generation.source, known)
+            selftest = dataclasses.replace(spec.selftest, cases=record.built.canary_cases)
+            self._snapshots.set_selftest(generation.source, selftest)
         return generation
 
     # --- from children ------------------------------------------------------------------------------------------
 
-    def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
+    def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`."""
-        owner = self._owners.get(child)
-        if owner is None:
+        entry = self._by_process.get(child)
+        if entry is None:
             return
-        deployment, generation = owner
+        deployment, generation = entry
         match message:
-            case Result() if self._is_sound(generation):
-                self._breached(child, deployment, generation, self._desk.result(child, message, frames, now), now)
-            case Done() if self._is_sound(generation) and isinstance(generation, Unit):
-                self._breached(child, deployment, generation, self._desk.done(child, message.request, now), now)
-            case Failed() if self._is_sound(generation):
-                self._job_failed(child, deployment, generation, message, now)
+            case Result() if self._can_trust_answers(generation):
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.result(child, message, frames, now), now)
+            case Done() if self._can_trust_answers(generation) and isinstance(generation, Unit):
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.done(child, message.request, now), now)
+            case Failed() if self._can_trust_answers(generation):
+                self._on_batch_failed(child, deployment, generation, message, now)
             case Result() | Failed():
-                self.examine(deployment, generation, now)
+                self.verify_store(deployment, generation, now)
             case Skipped():
-                self._breached(child, deployment, generation, self._desk.skipped(child, message.request, now), now)
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.skipped(child, message.request, now), now)
             case Pong():
-                self._pong(child, generation, message, now)
+                self._on_pong(child, generation, message, now)
             case Forked():
                 pass  # it is for who has asked for it, which no generation does
             case _:
-                self._heard_loading(child, deployment, generation, message, now)
-                self._changed(deployment, now)
+                self._on_load_message(child, deployment, generation, message, now)
+                self._reconcile_deployment(deployment, now)
 
-    def _heard_loading(
+    def _on_load_message(
         self, child: str, deployment: Deployment, generation: Life, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Hello():
-                generation.hello(child, message, now)
+                generation.on_hello(child, message, now)
             case Back():
-                generation.back(child, now, message.step)
+                generation.on_reconnected(child, now, message.step)
                 self._watch_if_ready(child, generation, now)
             case Broken():
-                if child in generation.ready:
+                if child in generation.ready_workers:
                     # By its own word: what it has is not to blame.
-                    self._desk.broke(child, message.cause, now)
-                generation.broken(child, message, now)
+                    self._dispatcher.broke(child, message.cause, now)
+                generation.on_process_failed(child, message, now)
             case _ if isinstance(generation, Generation):
-                self._heard_sharing(child, deployment, generation, message, now)
+                self._on_shared_weights_message(child, deployment, generation, message, now)
             case _:
-                units.heard(child, deployment, generation, self._desk, message, now)
+                units.on_message(child, deployment, generation, self._dispatcher, message, now)
 
-    def _heard_sharing(
+    def _on_shared_weights_message(
         self, child: str, deployment: Deployment, generation: Generation, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Probing():
-                generation.probing(child, message)
+                generation.on_trying_selftest(child, message)
             case Built():
-                self._children.exported(generation)
-                self._built(child, generation, message, now)
-                self._snapshots.learned(generation.source, generation.tries.known)
-                deployment.told(generation, message.device)
+                self._process_manager.on_exported(generation)
+                self._on_built(child, generation, message, now)
+                self._snapshots.set_selftest(generation.source, generation.selftest_search.spec)
+                deployment.on_device_memory(generation, message.device)
             case Allowed():
-                generation.allowed(child, message, now)
+                generation.on_allowed(child, message, now)
             case Attached():
-                generation.attached(child, message, now)
+                generation.on_attached(child, message, now)
                 self._watch_if_ready(child, generation, now)
-                deployment.told(generation, message.device)
+                deployment.on_device_memory(generation, message.device)
             case Unequal():
-                generation.unequal(message.note, {each: self._desk.names.of(each) for each in message.parties})
-                self._rate(generation)
+                generation.on_batch_mismatch(message.note, {each: self._dispatcher.names.of(each) for each in message.parties})
+                self._update_batching_policy(generation)
             case _:
-                units.heard(child, deployment, generation, self._desk, message, now)
+                units.on_message(child, deployment, generation, self._dispatcher, message, now)
 
-    def exited(self, child: str, end: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
         """A child has exited."""
-        owner = self._owners.pop(child, None)
-        if owner is not None and end.lost is Lost.SNAPSHOT:
-            self._snapshots.lost(owner[1].source)
-        if owner is not None and not self._is_sound(owner[1]):
-            self.examine(*owner, now)
+        entry = self._by_process.pop(child, None)
+        if entry is not None and exit_cause.lost is Lost.SNAPSHOT:
+            self._snapshots.on_lost(entry[1].source)
+        if entry is not None and not self._can_trust_answers(entry[1]):
+            self.verify_store(*entry, now)
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
-            self._desk.release(child)
-        useful, mates = self._desk.has_answered(child), self._desk.mates(child)
-        self._desk.died(child, end, now)
-        for mate in mates:
+            self._dispatcher.release(child)
+        has_answered, slot_processes = self._dispatcher.has_answered(child), self._dispatcher.mates(child)
+        self._dispatcher.died(child, exit_cause, now)
+        for mate in slot_processes:
             # A unit ends all that it has, and tells the first cause.
-            if mate != child and owner is not None and isinstance(owner[1], Generation):
-                self.drop(mate, f"{child}, without which it is of no use, is gone", now)
-        if owner is not None:
-            deployment, generation = owner
-            generation.exited(child, end, now, useful=useful)
-            self._changed(deployment, now)
+            if mate != child and entry is not None and isinstance(entry[1], Generation):
+                self.end_process(mate, f"{child}, without which it is of no use, is gone", now)
+        if entry is not None:
+            deployment, generation = entry
+            generation.on_exit(child, exit_cause, now, has_answered=has_answered)
+            self._reconcile_deployment(deployment, now)
 
     # --- what is done to them -----------------------------------------------------------------------------------
 
@@ -196,116 +196,116 @@ class Crew:
         """Do what a generation wants."""
         match action:
             case Pin():
-                self._snapshots.want(generation.source, now + self._config.load_timeout)
+                self._snapshots.request(generation.source, now + self._config.load_timeout)
             case Spawn(name, role, template):
-                self._owners[name] = deployment, generation
+                self._by_process[name] = deployment, generation
                 snapshot = self._snapshots[generation.source]
-                what = self._places.program(self._config, generation, snapshot, name, deployment.device)
-                self._children.spawn(self._owner, generation, what, name, role, template)
+                what = self._rendezvous.program(self._config, generation, snapshot, name, deployment.placement)
+                self._process_manager.spawn(self._event_handler, generation, what, name, role, template)
             case Send(name, order):
-                self._children.order(name, order)
+                self._process_manager.send_order(name, order)
             case Kill(name, abort):
-                self._children.kill(name, abort=abort)
+                self._process_manager.kill(name, abort=abort)
             case Enlist(name):
-                self._enlist(name, generation, now)
+                self._add_slot(name, generation, now)
             case Dismiss(name):
-                self._desk.dismiss(name)
-                if not generation.access.is_valid:
+                self._dispatcher.dismiss(name)
+                if not generation.attach_control.is_valid:
                     # It will not answer what it has, and is not to blame.
-                    self._desk.release(name)
+                    self._dispatcher.release(name)
             case Forget():
                 self.past_deaths += generation.deaths
-                self._places.forget(generation.label)
-                self._children.forget(generation)
+                self._rendezvous.drop(generation.label)
+                self._process_manager.remove_files(generation)
 
     def reconfigure(self, config: ModelConfig, serving: Iterable[Life]) -> None:
         """Have what serves do as another configuration says that has the same loaded."""
         self._config = config
         for generation in serving:
-            self._rate(generation)
+            self._update_batching_policy(generation)
 
-    def watch(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
+    def run_watchdog(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
-        for process, why in self._desk.overdue(now):
-            self.drop(process, why, now)
-        if now < self._desk.guard.watchdog.next_event:
+        for process, why in self._dispatcher.overdue(now):
+            self.end_process(process, why, now)
+        if now < self._dispatcher.guard.watchdog.next_event:
             return
         for deployment, generation in serving:
-            self.examine(deployment, generation, now)
-        for process in self._desk.silent(now):
-            self.drop(process, "it has not answered a ping", now)
+            self.verify_store(deployment, generation, now)
+        for process in self._dispatcher.silent(now):
+            self.end_process(process, "it has not answered a ping", now)
 
-    def drop(self, process: str, why: str, now: float) -> None:
+    def end_process(self, process: str, reason: str, now: float) -> None:
         """End a process that is of no use any more, and its seat with it."""
-        everyone = dict.fromkeys((process, *self._desk.mates(process)))
-        self._desk.release(process)
-        for mate in everyone:
-            owner = self._owners.get(mate)
+        slot_processes = dict.fromkeys((process, *self._dispatcher.mates(process)))
+        self._dispatcher.release(process)
+        for mate in slot_processes:
+            owner = self._by_process.get(mate)
             if owner is not None:
                 deployment, generation = owner
-                generation.hung(mate, why, now, useful=self._desk.has_answered(mate))
-                self._changed(deployment, now)
+                generation.on_hung(mate, reason, now, has_answered=self._dispatcher.has_answered(mate))
+                self._reconcile_deployment(deployment, now)
 
-    def examine(self, deployment: Deployment, generation: Life, now: float) -> None:
+    def verify_store(self, deployment: Deployment, generation: Life, now: float) -> None:
         """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
         if not isinstance(generation, Generation):
             return  # a unit has none
-        if generation.access.trusts(self._children.lives) and not self._children.intact(generation):
-            generation.store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
-            self._changed(deployment, now)
+        if generation.attach_control.can_trust_answers(self._process_manager.is_alive) and not self._process_manager.is_store_intact(generation):
+            generation.on_store_lost("the page store was changed or truncated by somebody: its pages are not trusted", now)
+            self._reconcile_deployment(deployment, now)
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _enlist(self, name: str, generation: Life, now: float) -> None:
+    def _add_slot(self, name: str, generation: Life, now: float) -> None:
         if isinstance(generation, Unit):
-            units.enlist(generation, self._config, self._desk, now)
+            units.add_slot(generation, self._config, self._dispatcher, now)
             return
-        terms = rows.terms(self._config, generation)
+        policy = rows.batching_policy(self._config, generation)
         child = generation.children[name]
         concurrency = child.hello.concurrency if child.hello is not None else 1
-        self._desk.enlist(name, device=child.device, terms=terms, concurrency=concurrency)
+        self._dispatcher.enlist(name, device=child.device, terms=policy, concurrency=concurrency)
 
-    def _rate(self, generation: Life) -> None:
-        terms = rows.terms(self._config, generation)
-        for each in generation.seats:
-            self._desk.scheduler.seats.rate(each, terms)
+    def _update_batching_policy(self, generation: Life) -> None:
+        policy = rows.batching_policy(self._config, generation)
+        for each in generation.slots:
+            self._dispatcher.scheduler.seats.rate(each, policy)
 
-    def _is_sound(self, generation: Life) -> bool:
+    def _can_trust_answers(self, generation: Life) -> bool:
         """Whether what the generation's workers say can be passed on."""
-        return generation.access.trusts(self._children.lives) and self._children.intact(generation)
+        return generation.attach_control.can_trust_answers(self._process_manager.is_alive) and self._process_manager.is_store_intact(generation)
 
-    def _changed(self, deployment: Deployment, now: float) -> None:
+    def _reconcile_deployment(self, deployment: Deployment, now: float) -> None:
         deployment.reconcile(now)
-        self._settle(now)
+        self._reconcile(now)
 
-    def _job_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
-        why = self._desk.job_failed(child, failed, now)
+    def _on_batch_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
+        reason = self._dispatcher.job_failed(child, failed, now)
         if failed.leaving:
-            generation.leaving(child, now, failed.error)
-            self._changed(deployment, now)
+            generation.on_leaving(child, now, failed.error)
+            self._reconcile_deployment(deployment, now)
         else:
-            self._breached(child, deployment, generation, why, now)
+            self._end_if_out_of_step(child, deployment, generation, reason, now)
 
-    def _breached(self, child: str, deployment: Deployment, generation: Life, why: str, now: float) -> None:
+    def _end_if_out_of_step(self, child: str, deployment: Deployment, generation: Life, reason: str, now: float) -> None:
         """End who computes together and is not in step any more, for this reason; "": they are."""
-        if why:
-            generation.broken(child, Broken(clip(why)), now)
-            self._changed(deployment, now)
+        if reason:
+            generation.on_process_failed(child, Broken(clip(reason)), now)
+            self._reconcile_deployment(deployment, now)
 
-    def _pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
-        self._desk.guard.watchdog.pong(child, now)
+    def _on_pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
+        self._dispatcher.guard.watchdog.pong(child, now)
         built = generation.built
         if built is not None and pong.canary and built.canary and pong.canary != built.canary:
-            generation.mishaps.canary_failed()
-            self.drop(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
+            generation.counters.canary_failed()
+            self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 
     def _watch_if_ready(self, child: str, generation: Life, now: float) -> None:
-        if child in generation.ready and isinstance(generation, Generation):
-            self._desk.guard.watchdog.watch(child, now)
+        if child in generation.ready_workers and isinstance(generation, Generation):
+            self._dispatcher.guard.watchdog.watch(child, now)
 
-    def _built(self, child: str, generation: Generation, built: Built, now: float) -> None:
-        difference = self._desk.signature.differs(built)
+    def _on_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
+        difference = self._dispatcher.signature.differs(built)
         if difference:
-            generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
+            generation.fail(f"the new model is not a drop-in for the one that serves: {difference}", now)
         else:
-            generation.holder_built(child, built, now)
+            generation.on_holder_built(child, built, now)

@@ -19,7 +19,7 @@ from weightd.daemon.generations.progress import Outlook
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.generations.states import ACTIVE, GenerationState
 from weightd.daemon.models.budget import Need, Room
-from weightd.daemon.models.stage import LOADS, Deployed, Stage, StageEvent, Succession
+from weightd.daemon.models.stage import LOADING_STATES, Deployed, Stage, StageEvent, Succession
 from weightd.protocol.messages.findings import DeviceMemory
 
 _log = logging.getLogger("weightd.generation")
@@ -38,23 +38,23 @@ class Deployment(Deployed):
 
     def __init__(
         self,
-        device: Room,
-        terms: Terms,
-        succession: Succession,
-        make: Callable[[Room, Source, Terms], Life],
+        placement: Room,
+        spec: Terms,
+        rollout_policy: Succession,
+        make_generation: Callable[[Room, Source, Terms], Life],
         wake: Callable[[], object],
     ) -> None:
-        super().__init__(device, terms)
-        self._succession = succession
-        self._process_bytes = succession.process_bytes
-        self._make = make
+        super().__init__(placement, spec)
+        self._rollout_policy = rollout_policy
+        self._process_bytes = rollout_policy.process_bytes
+        self._make_generation = make_generation
         self._wake = wake
-        self._restarts = Restarts()
-        self._since = 0.0
+        self._backoff = Restarts()
+        self._serving_since = 0.0
         # Of a generation that is pinned and waits for room.
-        self._pinned: tuple[Snapshot, Canary | None] | None = None
+        self._pending_snapshot: tuple[Snapshot, Canary | None] | None = None
         # Something has been released since it was refused.
-        self._is_woken = False
+        self._is_memory_released = False
         self._actions: list[tuple[Life, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -65,12 +65,12 @@ class Deployment(Deployed):
 
     def resume(self, generation: Life, snapshot: Snapshot, now: float, port: int = 0) -> None:
         """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
-        self.coming = self._last = generation
-        self.terms = generation.terms
+        self.loading = self._last_generation = generation
+        self.spec = generation.spec
         self._machine.advance(StageEvent.SERVE)
-        self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
+        self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
         # It is there: whether there is room is no question.
-        self.device.restore(generation.label, self._need(snapshot), port)
+        self.placement.restore(generation.label, self._resource_request(snapshot), port)
         self.reconcile(now)
 
     def update(self, source: Source, now: float) -> None:
@@ -78,119 +78,119 @@ class Deployment(Deployed):
 
         What `is_lost`, or `renews`, is tried again only if that fails.
         """
-        again = self._wanted
-        if self.coming is not None and (self.is_lost or self.renews):
-            again, old = self.coming.source, self.coming
-            self.coming = self._pinned = None
-            self._leave(old, now)
+        wanted_again = self._wanted_source
+        if self.loading is not None and (self.is_lost or self.is_being_replaced):
+            wanted_again, old = self.loading.source, self.loading
+            self.loading = self._pending_snapshot = None
+            self._drain_generation(old, now)
         self._machine.advance(StageEvent.UPDATE)
         self._load(source)
-        self._wanted = again
+        self._wanted_source = wanted_again
 
     def retry(self, source: Source) -> None:
         """Load again what has `failed`."""
         self._machine.advance(StageEvent.RETRY)
-        self._restarts = Restarts()
+        self._backoff = Restarts()
         self._load(source)
 
-    def pinned(self, source: Source, snapshot: Snapshot, now: float, canary: Canary | None = None) -> None:
+    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float, selftest: Canary | None = None) -> None:
         """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
 
         `canary` is what an earlier generation of the source has found out of it.
         """
-        if self._pins(source):
-            self._pinned = snapshot, canary
+        if self._is_awaiting_snapshot(source):
+            self._pending_snapshot = snapshot, selftest
             self.reconcile(now)
 
-    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""
-        if self._pins(source) and self.coming is not None:
-            self.coming.failed(cause, now, transient=transient)
+        if self._is_awaiting_snapshot(source) and self.loading is not None:
+            self.loading.fail(cause, now, is_transient=is_transient)
             self.reconcile(now)
 
-    def switch(self, now: float) -> None:
+    def switch_to_loaded(self, now: float) -> None:
         """Let the generation that was loaded by `update` take over."""
-        if self.coming is not None:
-            self._take_over(self.coming, now)
+        if self.loading is not None:
+            self._take_over(self.loading, now)
             self.reconcile(now)
 
     def abandon(self, cause: str, now: float) -> None:
         """Give up the generation that was loaded by `update`."""
-        if self.coming is not None and self.updating:
-            self.coming.failed(cause, now)
+        if self.loading is not None and self.is_updating:
+            self.loading.fail(cause, now)
             self.reconcile(now)
 
-    def told(self, generation: Life, memory: DeviceMemory | None, rank: int = 0) -> None:
+    def on_device_memory(self, generation: Life, memory: DeviceMemory | None, rank: int = 0) -> None:
         """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
         if memory is not None:
-            self.device.said_free(memory.free_bytes, rank)
-            self._process_bytes = max(self._succession.process_bytes, generation.footprint.process_bytes)
-            self.device.learn(generation.label, self._process_bytes)
+            self.placement.set_free_bytes(memory.free_bytes, rank)
+            self._process_bytes = max(self._rollout_policy.process_bytes, generation.device_usage.process_bytes)
+            self.placement.set_process_bytes(generation.label, self._process_bytes)
 
-    def will_leave(self) -> None:
+    def mark_leaving(self) -> None:
         """It will be drained: who needs the room may wait for that."""
-        self.device.will_leave([generation.label for generation in self.generations])
+        self.placement.mark_leaving([generation.label for generation in self.generations])
 
-    def make_way(self, now: float) -> None:
+    def vacate(self, now: float) -> None:
         """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
-        if self._stage is not Stage.KEEPING:
+        if self._state is not Stage.ESTABLISHED:
             return
-        self._machine.advance(StageEvent.MAKE_WAY)
-        self.will_leave()
-        self._wanted = None
-        for generation in (self.serving, self.coming):
+        self._machine.advance(StageEvent.VACATE)
+        self.mark_leaving()
+        self._wanted_source = None
+        for generation in (self.serving, self.loading):
             if generation is not None:
-                _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.about())
-                self._leave(generation, now)
-        self.coming = self._pinned = None
+                _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.log_extra())
+                self._drain_generation(generation, now)
+        self.loading = self._pending_snapshot = None
         self.reconcile(now)
 
-    def come_again(self, now: float) -> None:
+    def reinstate(self, now: float) -> None:
         """The other one could not be loaded: what served before does again, as soon as there is room."""
-        if self.is_away:
-            self._machine.advance(StageEvent.COME_AGAIN)
-            self._wanted = self.main.source
+        if self.is_vacated:
+            self._machine.advance(StageEvent.REINSTATE)
+            self._wanted_source = self.main_generation.source
             self.reconcile(now)
 
-    def drain(self, now: float, *, patience: float = 0.0) -> None:
+    def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
         """No new work, and no further generation: wind everything down; what runs may take `patience` seconds more."""
-        if self._stage in LOADS or self.is_away:
+        if self._state in LOADING_STATES or self.is_vacated:
             self._machine.advance(StageEvent.STOP)
-        self._wanted = None
-        self.will_leave()
+        self._wanted_source = None
+        self.mark_leaving()
         for generation in self.generations:
-            generation.drain(now, patience=patience)
+            generation.drain(now, timeout_s=timeout_s)
         self.reconcile(now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         for generation in self.generations:
-            if now >= generation.next_tick:
+            if now >= generation.next_tick_at:
                 generation.tick(now)
         self.reconcile(now)
 
     def reconcile(self, now: float) -> None:
         """Bring what is nearer to what should be; to be called after each event of a generation."""
-        self._collect()
-        self._forget_ended()
-        if self.coming is not None and self.coming.state not in ACTIVE:
-            self._coming_failed(self.coming, now)
+        self._collect_actions()
+        self._remove_ended()
+        if self.loading is not None and self.loading.state not in ACTIVE:
+            self._on_loading_failed(self.loading, now)
         if self.serving is not None and self.serving.state not in ACTIVE:
-            self._serving_failed(self.serving, now)
-        if self._stage is not Stage.STOPPING:
+            self._on_serving_failed(self.serving, now)
+        if self._state is not Stage.STOPPING:
             self._admit(now)
-            self._arrive(now)
-            self._renew(now)
-        self._collect()
-        self._forget_ended()
+            self._take_over_if_ready(now)
+            self._load_if_wanted(now)
+        self._collect_actions()
+        self._remove_ended()
 
     @property
-    def next_tick(self) -> float:
+    def next_tick_at(self) -> float:
         """When `tick` is due, in monotonic seconds."""
-        if self._is_woken and self._pinned is not None:
+        if self._is_memory_released and self._pending_snapshot is not None:
             return 0.0
-        due = min((each.next_tick for each in self.generations), default=float("inf"))
-        return min(due, self._restarts.due) if self._may_load() else due
+        due_at = min((each.next_tick_at for each in self.generations), default=float("inf"))
+        return min(due_at, self._backoff.due_at) if self._may_load() else due_at
 
     def take_actions(self) -> list[tuple[Life, Action]]:
         """Return what is to be done, in order, and forget it."""
@@ -200,211 +200,211 @@ class Deployment(Deployed):
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _load(self, source: Source) -> None:
-        self._wanted = None
-        self.coming = self._last = self._make(self.device, source, self.terms)
-        self.coming.start()
-        self._collect()
+        self._wanted_source = None
+        self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
+        self.loading.start()
+        self._collect_actions()
 
     def _admit(self, now: float) -> None:
         """Let a generation that is pinned go on, if its device has room."""
-        self._is_woken = False
-        if self._pinned is None or self.coming is None:
+        self._is_memory_released = False
+        if self._pending_snapshot is None or self.loading is None:
             return
-        snapshot, canary = self._pinned
-        coming, old, need = self.coming, self.serving, self._need(snapshot)
-        alone = self._succession.policy is Policy.REPLACE and not self.updating
-        refusal = self._refusal(coming.label, need, now)
-        if self.leaving and (alone or refusal or old is not None or len(self.leaving) > 1):
+        snapshot, canary = self._pending_snapshot
+        coming, old, need = self.loading, self.serving, self._resource_request(snapshot)
+        is_replacing = self._rollout_policy.policy is Policy.REPLACE and not self.is_updating
+        reason = self._rejection_reason(coming.label, need, now)
+        if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
             return  # they make room, and there are never more than two
-        if old is not None and self._makes_way(refusal):
-            why = refusal or "policy replace"
-            refusal = self.device.refusal(coming.label, need, without=[old.label])
-            if not refusal:
-                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, why, extra=old.about())
-                if self.updating:
+        if old is not None and self._should_vacate_first(reason):
+            vacate_reason = reason or "policy replace"
+            reason = self.placement.rejection_reason(coming.label, need, excluding=[old.label])
+            if not reason:
+                _log.info("%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra())
+                if self.is_updating:
                     # Should that fail, what serves now comes again.
-                    self._wanted = old.source
-                self._leave(old, now)
+                    self._wanted_source = old.source
+                self._drain_generation(old, now)
                 return
-        if refusal and not self.device.refusal(coming.label, need, without=self.device.leaving):
-            if coming.label not in self.device.waiting:
-                labels = ", ".join(sorted(self.device.leaving))
-                _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.about())
-                self.device.wait(coming.label, self._room_released)
+        if reason and not self.placement.rejection_reason(coming.label, need, excluding=self.placement.leaving):
+            if coming.label not in self.placement.waiting:
+                labels = ", ".join(sorted(self.placement.leaving))
+                _log.info("%s waits for the room of %s", coming.label, labels, extra=coming.log_extra())
+                self.placement.wait_for_release(coming.label, self._on_memory_released)
             return
-        if refusal:
-            coming.failed(refusal, now)
-            self._coming_failed(coming, now)
+        if reason:
+            coming.fail(reason, now)
+            self._on_loading_failed(coming, now)
         else:
-            self._pinned = None
-            self.device.reserve(coming.label, need)
-            coming.pinned(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
+            self._pending_snapshot = None
+            self.placement.reserve(coming.label, need)
+            coming.on_snapshot_taken(snapshot.sha256, now, canary, tuple(each.sha256 for each in snapshot.slices))
 
-    def _refusal(self, label: str, need: Need, now: float) -> str:
+    def _rejection_reason(self, label: str, request: Need, now: float) -> str:
         """Why there is no room for a generation, or ""; whose place it may take has made way for it."""
-        refusal = self.device.refusal(label, need)
-        if not refusal or self.predecessor is None:
-            return refusal
-        others = [*self.device.leaving, *self.predecessor.labels()]
-        if not self.device.refusal(label, need, without=others):
-            self.predecessor.make_way(now)
-        return self.device.refusal(label, need)
+        reason = self.placement.rejection_reason(label, request)
+        if not reason or self.predecessor is None:
+            return reason
+        leaving_labels = [*self.placement.leaving, *self.predecessor.generation_labels()]
+        if not self.placement.rejection_reason(label, request, excluding=leaving_labels):
+            self.predecessor.vacate(now)
+        return self.placement.rejection_reason(label, request)
 
-    def _room_released(self) -> None:
-        self._is_woken = True
+    def _on_memory_released(self) -> None:
+        self._is_memory_released = True
         self._wake()
 
-    def _makes_way(self, refusal: str) -> bool:
+    def _should_vacate_first(self, reason: str) -> bool:
         """Whether the generation that serves leaves before the next one is loaded."""
         # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
-        is_beside = self.updating and self.terms.ranks is None
-        if is_beside or self._succession.policy is Policy.OVERLAP:
+        is_beside = self.is_updating and self.spec.rank_group is None
+        if is_beside or self._rollout_policy.policy is Policy.OVERLAP:
             return False
-        return self._succession.policy is Policy.REPLACE or bool(refusal)
+        return self._rollout_policy.policy is Policy.REPLACE or bool(reason)
 
-    def _need(self, snapshot: Snapshot) -> Need:
+    def _resource_request(self, snapshot: Snapshot) -> Need:
         nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
         if slices:
-            buffers = self._succession.buffer_bytes
-            return Need(nbytes, 1, len(slices), len(slices), self._process_bytes, buffers, slices)
-        if self.terms.ranks is not None:
+            buffer_bytes = self._rollout_policy.buffer_bytes
+            return Need(nbytes, 1, len(slices), len(slices), self._process_bytes, buffer_bytes, slices)
+        if self.spec.rank_group is not None:
             return Need(nbytes, 1, 1, 1, self._process_bytes)
-        users = self.terms.attached
+        worker_count = self.spec.process_count
         # Without sharing the holder has left, and its copy with it, before a worker loads.
-        copies = 1 if self.terms.sharing else users
-        return Need(nbytes, copies, users, 1 + users, self._process_bytes)
+        copy_count = 1 if self.spec.is_sharing else worker_count
+        return Need(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
-    def _arrive(self, now: float) -> None:
+    def _take_over_if_ready(self, now: float) -> None:
         """The coming generation takes over: at once where nobody serves, else as soon as it is complete."""
-        coming = self.coming
-        if coming is None or coming.state is not GenerationState.SERVING:
+        loading = self.loading
+        if loading is None or loading.state is not GenerationState.SERVING:
             return
-        if self.updating:
-            if coming.complete and not coming.full:
-                coming.given_up("not every worker could load it", now)
-                self._coming_failed(coming, now)
-        elif self.serving is None or coming.complete:
-            self._take_over(coming, now)
+        if self.is_updating:
+            if loading.is_complete and not loading.has_all_workers:
+                loading.give_up("not every worker could load it", now)
+                self._on_loading_failed(loading, now)
+        elif self.serving is None or loading.is_complete:
+            self._take_over(loading, now)
 
     def _take_over(self, coming: Life, now: float) -> None:
-        old, self.serving, self.coming = self.serving, coming, None
-        self._wanted, self._since = None, now
-        if self._stage is Stage.FIRST:
+        old, self.serving, self.loading = self.serving, coming, None
+        self._wanted_source, self._serving_since = None, now
+        if self._state is Stage.INITIAL:
             self._machine.advance(StageEvent.SERVE)
-        elif self.updating:
-            self._machine.advance(StageEvent.SETTLE)
-        self._restarts.became_ready()
-        self._blamed = None
-        self._is_unserved = False
+        elif self.is_updating:
+            self._machine.advance(StageEvent.FINISH_UPDATE)
+        self._backoff.on_ready()
+        self._failed_generation = None
+        self._is_failing = False
         if old is not None:
-            _log.info("%s takes over from %s", coming.label, old.label, extra=coming.about())
-            self._leave(old, now)
+            _log.info("%s takes over from %s", coming.label, old.label, extra=coming.log_extra())
+            self._drain_generation(old, now)
         # After the old one's workers are dismissed: no two generations are given requests.
-        self._collect()
-        self._actions += [(coming, Enlist(name)) for name in coming.seats]
+        self._collect_actions()
+        self._actions += [(coming, Enlist(name)) for name in coming.slots]
 
-    def _renew(self, now: float) -> None:
-        if self.serving is not None and self.serving.needs_renewal and not self.busy:
-            self._wanted = self.serving.source
-        if self._may_load() and now >= self._restarts.due and self._wanted is not None:
-            self._load(self._wanted)
+    def _load_if_wanted(self, now: float) -> None:
+        if self.serving is not None and self.serving.should_be_replaced and not self.is_busy:
+            self._wanted_source = self.serving.source
+        if self._may_load() and now >= self._backoff.due_at and self._wanted_source is not None:
+            self._load(self._wanted_source)
 
     def _may_load(self) -> bool:
-        return self._wanted is not None and self.coming is None and self._stage in LOADS
+        return self._wanted_source is not None and self.loading is None and self._state in LOADING_STATES
 
-    def _pins(self, source: Source) -> bool:
-        coming = self.coming
-        return coming is not None and coming.state is GenerationState.PINNING and coming.source == source
+    def _is_awaiting_snapshot(self, source: Source) -> bool:
+        loading = self.loading
+        return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
 
-    def _coming_failed(self, coming: Life, now: float) -> None:
-        self.coming, self._pinned = None, None
-        self.leaving.append(coming)
-        self._blamed = coming
-        if self._stage is Stage.STOPPING:
+    def _on_loading_failed(self, coming: Life, now: float) -> None:
+        self.loading, self._pending_snapshot = None, None
+        self.draining.append(coming)
+        self._failed_generation = coming
+        if self._state is Stage.STOPPING:
             return
-        if self._stage is Stage.REPAIRING:
+        if self._state is Stage.REPAIRING:
             self._fail(coming)
-        elif self.updating:
-            self._machine.advance(StageEvent.SETTLE)
-        elif coming.outlook is Outlook.ROOM:
+        elif self.is_updating:
+            self._machine.advance(StageEvent.FINISH_UPDATE)
+        elif coming.retry_hint is Outlook.WAIT_FOR_MEMORY:
             # Copies of the weights in each process would find less.
-            self._restarts.no_room(now, self.terms.room_timeout)
-            self._try_again(coming)
-        elif self._falls_back(coming):
+            self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
+            self._retry_or_fail(coming)
+        elif self._should_fall_back(coming):
             _log.warning(
                 "%s: cannot share weights, so each worker gets its own: %s",
                 coming.label,
                 coming.cause,
-                extra=coming.about(),
+                extra=coming.log_extra(),
             )
-            self.terms = self.terms.private()
-            self._wanted = coming.source
+            self.spec = self.spec.without_sharing()
+            self._wanted_source = coming.source
             return
-        elif coming.built is not None and coming.built.is_template and not coming.transient:
+        elif coming.built is not None and coming.built.is_template and not coming.is_transient:
             _log.warning(
                 "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
                 coming.label,
                 coming.cause,
-                extra=coming.about(),
+                extra=coming.log_extra(),
             )
-            self.terms = self.terms.unforked()
-            self._wanted = coming.source
+            self.spec = self.spec.without_forking()
+            self._wanted_source = coming.source
             return
-        elif self._stage is Stage.FIRST and coming.outlook is not Outlook.BETTER:
+        elif self._state is Stage.INITIAL and coming.retry_hint is not Outlook.MAY_SUCCEED:
             self._fail(coming)
         else:
-            self._restarts.start_failed(now)
-            self._try_again(coming)
-        self._tell_failed(coming)
+            self._backoff.on_start_failed(now)
+            self._retry_or_fail(coming)
+        self._log_failure(coming)
 
-    def _falls_back(self, coming: Life) -> bool:
+    def _should_fall_back(self, failed: Life) -> bool:
         """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
-        cannot_share = self.terms.sharing and bool(coming.sha256) and coming.built is None
-        return self._succession.fall_back and cannot_share and not coming.transient
+        has_sharing_failed = self.spec.is_sharing and bool(failed.sha256) and failed.built is None
+        return self._rollout_policy.should_fall_back and has_sharing_failed and not failed.is_transient
 
-    def _try_again(self, coming: Life) -> None:
-        if self._stage is Stage.KEEPING or not self._restarts.failing:
+    def _retry_or_fail(self, failed: Life) -> None:
+        if self._state is Stage.ESTABLISHED or not self._backoff.is_exhausted:
             # What has served before was good: it is not given up, whatever is in its way now.
-            self._wanted = coming.source
-            delay = self._restarts.delay
-            _log.warning("%s is followed by another one in %.1f s", coming.label, delay, extra=coming.about())
+            self._wanted_source = failed.source
+            delay_s = self._backoff.delay_s
+            _log.warning("%s is followed by another one in %.1f s", failed.label, delay_s, extra=failed.log_extra())
         else:
-            self._fail(coming)
+            self._fail(failed)
 
     def _fail(self, last: Life) -> None:
         self._machine.advance(StageEvent.FAIL)
-        self._is_unserved = True
-        follows = "" if last.transient else f"; nothing is loaded on {self.device.name} before a reload or an update"
-        _log.error("%s failed: %s%s", last.label, last.cause, follows, extra=last.about())
+        self._is_failing = True
+        consequence = "" if last.is_transient else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+        _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
-    def _tell_failed(self, generation: Life) -> None:
+    def _log_failure(self, generation: Life) -> None:
         """Tell why, unless that was told with what follows."""
-        if not self.failed and generation.state is GenerationState.FAILED:
-            _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.about())
+        if not self.has_failed and generation.state is GenerationState.FAILED:
+            _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())
 
-    def _serving_failed(self, serving: Life, now: float) -> None:
+    def _on_serving_failed(self, serving: Life, now: float) -> None:
         self.serving = None
-        self.leaving.append(serving)
-        self._blamed = serving
-        if self._stage is Stage.STOPPING or serving.state is not GenerationState.FAILED:
+        self.draining.append(serving)
+        self._failed_generation = serving
+        if self._state is Stage.STOPPING or serving.state is not GenerationState.FAILED:
             return
-        self._restarts.died(now - self._since, now)
-        self._wanted = serving.source
-        self._tell_failed(serving)
+        self._backoff.on_death(now - self._serving_since, now)
+        self._wanted_source = serving.source
+        self._log_failure(serving)
 
-    def _leave(self, old: Life, now: float) -> None:
+    def _drain_generation(self, old: Life, now: float) -> None:
         if self.serving is old:
             self.serving = None
-        self.leaving.append(old)
-        old.drain(now, patience=self.terms.predict_timeout)
+        self.draining.append(old)
+        old.drain(now, timeout_s=self.spec.predict_timeout)
 
-    def _forget_ended(self) -> None:
-        for generation in [each for each in self.leaving if each.ended]:
-            self.leaving.remove(generation)
-            self.device.release(generation.label)
+    def _remove_ended(self) -> None:
+        for generation in [each for each in self.draining if each.is_ended]:
+            self.draining.remove(generation)
+            self.placement.release(generation.label)
             self._actions.append((generation, Forget()))
 
-    def _collect(self) -> None:
+    def _collect_actions(self) -> None:
         """Take the generations' actions; only the one that serves may have its workers enlisted."""
         self._actions += [
             (generation, action)

@@ -21,7 +21,7 @@ from weightd.protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
 
-Make = Callable[[str, ModelConfig, Numbers], Model]
+MakeModel = Callable[[str, ModelConfig, Numbers], Model]
 
 
 class Change(NamedTuple):
@@ -37,8 +37,8 @@ class Change(NamedTuple):
     retried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = [f"{what} {', '.join(names)}" for what, names in zip(self._fields, self, strict=True) if names]
-        return "; ".join(parts) or "no model changes"
+        texts = [f"{what} {', '.join(names)}" for what, names in zip(self._fields, self, strict=True) if names]
+        return "; ".join(texts) or "no model changes"
 
 
 class Fleet:
@@ -53,11 +53,11 @@ class Fleet:
             there are none, `settle` has nothing to see.
     """
 
-    def __init__(self, make: Make) -> None:
+    def __init__(self, make_model: MakeModel) -> None:
         self.models: dict[str, Model] = {}
         self.changing: list[Model] = []
-        self._make = make
-        self._numbers: dict[str, Numbers] = {}
+        self._make_model = make_model
+        self._id_sequences: dict[str, Numbers] = {}
         self._past_deaths = 0
 
     def start(self, configs: Mapping[str, ModelConfig], now: float) -> None:
@@ -68,13 +68,13 @@ class Fleet:
     def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
         """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
         for record in records:
-            self._numbers[record.name] = Numbers(record.made)
-            self.models[record.name] = self._new(record.name, record.config)
+            self._id_sequences[record.name] = Numbers(record.made)
+            self.models[record.name] = self._make_named(record.name, record.config)
             self.models[record.name].resume(record, now)
-        change = self.compare(configs)
-        if any(change):
-            _log.info("the configuration has changed since: %s", change)
-        self.apply(change, configs, now)
+        diff = self.compare(configs)
+        if any(diff):
+            _log.info("the configuration has changed since: %s", diff)
+        self.apply(diff, configs, now)
 
     def records(self) -> list[ModelRecord]:
         """Return what the next daemon has to know to `resume` them."""
@@ -86,80 +86,80 @@ class Fleet:
         Raises:
             Unavailable: a change of a model that it concerns is under way.
         """
-        change = Change(
+        diff = Change(
             tuple(name for name in configs if name not in self.models),
-            tuple(name for name, config in configs.items() if name in self.models and self._differs(name, config)),
+            tuple(name for name, config in configs.items() if name in self.models and self._is_changed(name, config)),
             tuple(name for name in self.models if name not in configs),
             tuple(
                 name
                 for name, config in configs.items()
-                if name in self.models and not self._differs(name, config) and self.models[name].may_retry
+                if name in self.models and not self._is_changed(name, config) and self.models[name].may_retry
             ),
         )
-        for name in (*change.changed, *change.removed):
-            if self.models[name].updating:
+        for name in (*diff.changed, *diff.removed):
+            if self.models[name].is_updating:
                 raise Unavailable(f"{name} is being updated: try again once that is over")
-        return change
+        return diff
 
-    def apply(self, change: Change, configs: Mapping[str, ModelConfig], now: float) -> None:
+    def apply(self, diff: Change, configs: Mapping[str, ModelConfig], now: float) -> None:
         """Begin to make `configs` true, of which `change` is the comparison."""
-        for name in change.removed:
+        for name in diff.removed:
             self._remove(name, now)
-        for name in change.added:
+        for name in diff.added:
             self._start(name, configs[name], now)
-        for name in change.changed:
+        for name in diff.changed:
             self._replace(name, configs[name], now)
-        for name in change.retried:
+        for name in diff.retried:
             self.models[name].retry(now)
         # In the order of the file, which is that of the status.
         self.models = {name: self.models[name] for name in configs}
 
-    def settle(self, now: float) -> None:
+    def reconcile(self, now: float) -> None:
         """Something has happened: see what takes over by now, and what is gone."""
         for model in list(self.changing):
             if model.successor is not None:
-                self._settle(model, model.successor, now)
+                self._take_over_if_ready(model, model.successor, now)
         for model in list(self.changing):
             if model.successor is None:
-                self._leave(model, now)
+                self._remove_if_drained(model, now)
 
     def drain(self, now: float) -> None:
         """Wind everything down."""
-        for model in self.everyone():
+        for model in self.all_models():
             model.drain(now)
 
-    def leave(self, now: float) -> None:
+    def hand_over(self, now: float) -> None:
         """This daemon ends, and its children go on: nobody waits for an answer any more."""
-        for model in self.everyone():
-            model.leave(now)
+        for model in self.all_models():
+            model.hand_over(now)
 
-    def everyone(self) -> list[Model]:
+    def all_models(self) -> list[Model]:
         """Return every model of which something is left."""
         return [*self.models.values(), *(each.successor or each for each in self.changing)]
 
     @property
     def deaths(self) -> int:
         """Processes that ended, or had to be ended, without being asked to."""
-        return self._past_deaths + sum(model.deaths for model in self.everyone())
+        return self._past_deaths + sum(model.deaths for model in self.all_models())
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _differs(self, name: str, config: ModelConfig) -> bool:
+    def _is_changed(self, name: str, config: ModelConfig) -> bool:
         """What loads for the name counts, if something does: asking twice for the same is asking once."""
         model = self.models[name]
         return (model.successor or model).config != config
 
-    def _new(self, name: str, config: ModelConfig) -> Model:
-        return self._make(name, config, self._numbers.setdefault(name, Numbers()))
+    def _make_named(self, name: str, config: ModelConfig) -> Model:
+        return self._make_model(name, config, self._id_sequences.setdefault(name, Numbers()))
 
     def _start(self, name: str, config: ModelConfig, now: float) -> None:
-        self.models[name] = self._new(name, config)
+        self.models[name] = self._make_named(name, config)
         self.models[name].start(now)
 
     def _remove(self, name: str, now: float) -> None:
         model = self.models.pop(name)
         self._discard_successor(model, now)
-        model.will_leave()
+        model.mark_leaving()
         self.changing.append(model)
 
     def _replace(self, name: str, config: ModelConfig, now: float) -> None:
@@ -170,8 +170,8 @@ class Fleet:
             _log.info("%s: the changed configuration is in force, nothing had to be loaded", name, extra=about(name))
         elif model.config != config:
             self.changing.append(model)
-            model.successor = self._new(name, config)
-            model.successor.replaces(model)
+            model.successor = self._make_named(name, config)
+            model.successor.set_predecessor(model)
             model.successor.start(now)
 
     def _discard_successor(self, model: Model, now: float) -> None:
@@ -180,33 +180,33 @@ class Fleet:
             self.changing.remove(model)
             self.changing.append(model.successor)
             model.successor = None
-            model.come_again(now)
+            model.reinstate(now)
 
-    def _settle(self, old: Model, new: Model, now: float) -> None:
+    def _take_over_if_ready(self, old: Model, new: Model, now: float) -> None:
         """Let the new model take over once it serves, or at once where the old one does not."""
         name = old.name
-        if new.complete or not old.will_serve:
+        if new.is_complete or not old.may_serve_soon:
             # It leaves from now on.
             old.successor = None
             self.models[name] = new
-            new.adopt(old, now)
-            old.drain(now, patience=old.config.predict_timeout, replaced=True)
+            new.adopt_requests(old, now)
+            old.drain(now, timeout_s=old.config.predict_timeout, is_replaced=True)
             _log.info("%s: the changed configuration is in force", name, extra=about(name))
         elif new.has_failed:
-            old.note = f"the changed configuration is not in force: {new.unready(now)}"
+            old.note = f"the changed configuration is not in force: {new.unready_reason(now)}"
             _log.error("%s: %s", name, old.note, extra=about(name))
             self._discard_successor(old, now)
 
-    def _leave(self, model: Model, now: float) -> None:
-        heir = self.models.get(model.name)
-        if heir is not None and model.draining:
-            if model.desk.scheduler.line.count:
+    def _remove_if_drained(self, model: Model, now: float) -> None:
+        replacement = self.models.get(model.name)
+        if replacement is not None and model.is_draining:
+            if model.dispatcher.scheduler.line.count:
                 # What a worker had that died while it left.
-                heir.adopt(model, now)
-        elif model.desk.idle and not model.draining:
+                replacement.adopt_requests(model, now)
+        elif model.dispatcher.idle and not model.is_draining:
             model.drain(now)
-        if model.gone:
-            model.dispose()
+        if model.is_gone:
+            model.remove_snapshots()
             self.changing.remove(model)
             self._past_deaths += model.deaths
             _log.info("%s: a model that is served no more has left", model.name, extra=about(model.name))

@@ -25,17 +25,17 @@ class House(Protocol):
         turns: of the process of each generation, by its label.
     """
 
-    turns: dict[str, Turns]
+    schedulers: dict[str, Turns]
 
     @property
-    def desks(self) -> Sequence[Desk]:
+    def dispatchers(self) -> Sequence[Desk]:
         """Where the requests of each member are."""
         raise NotImplementedError
 
-    def want_snapshots(self, now: float) -> None:
+    def request_snapshots(self, now: float) -> None:
         """A process is to be started."""
 
-    def snapshots_lost(self) -> None:
+    def on_snapshots_lost(self) -> None:
         """The files of snapshots have vanished."""
 
     def program(self, config: ModelConfig, device: str) -> Program:
@@ -51,123 +51,123 @@ class HouseCrew(Crew):
         more: as those of `Crew`.
     """
 
-    def __init__(self, household: House, *more: Any) -> None:
+    def __init__(self, shared_process: House, *more: Any) -> None:
         super().__init__(*more)
-        self._household = household
+        self._shared_process = shared_process
 
-    def heard(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
+    def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
         """A child has sent `message`."""
-        owner = self._owners.get(child)
-        if owner is None:
+        entry = self._by_process.get(child)
+        if entry is None:
             return
-        generation = owner[1]
+        generation = entry[1]
         match message:
             case Result():
-                if self._is_sound(generation):
-                    self._running(generation).result(child, message, frames, now)
+                if self._can_trust_answers(generation):
+                    self._active_dispatcher(generation).result(child, message, frames, now)
             case Skipped():
-                self._running(generation).skipped(child, message.request, now)
+                self._active_dispatcher(generation).skipped(child, message.request, now)
             case Pong():
-                for desk in self._household.desks:
+                for desk in self._shared_process.dispatchers:
                     desk.guard.watchdog.pong(child, now)
             case _:
-                self._heard_of(child, *owner, message, now)
-                self._changed(owner[0], now)
+                self._on_process_message(child, *entry, message, now)
+                self._reconcile_deployment(entry[0], now)
 
-    def _heard_of(
+    def _on_process_message(
         self, child: str, deployment: Deployment, generation: Life, message: ChildMessage, now: float
     ) -> None:
         match message:
             case Failed():
-                self._running(generation).job_failed(child, message, now)
+                self._active_dispatcher(generation).job_failed(child, message, now)
                 if message.leaving:
-                    self._lose(child)
-                    generation.leaving(child, now)
+                    self._release_slots(child)
+                    generation.on_leaving(child, now)
             case Broken():
-                self._running(generation).broke(child, message.cause, now)
-                self._lose(child)
-                generation.broken(child, message, now)
+                self._active_dispatcher(generation).broke(child, message.cause, now)
+                self._release_slots(child)
+                generation.on_process_failed(child, message, now)
             case Hello():
-                generation.hello(child, message, now)
+                generation.on_hello(child, message, now)
             case _:
-                units.heard(child, deployment, generation, self._desk, message, now)
+                units.on_message(child, deployment, generation, self._dispatcher, message, now)
 
-    def exited(self, child: str, end: End, now: float) -> None:
+    def on_exit(self, child: str, exit_cause: End, now: float) -> None:
         """A child has exited: whose job it had may be to blame, the others' are not."""
-        owner = self._owners.pop(child, None)
-        if owner is None:
+        entry = self._by_process.pop(child, None)
+        if entry is None:
             return
-        deployment, generation = owner
-        if end.lost is Lost.SNAPSHOT:
-            self._household.snapshots_lost()
-        if not self._is_sound(generation):
-            self._lose(child)
-        useful = any(desk.has_answered(child) for desk in self._household.desks)
-        for desk in self._household.desks:
-            desk.died(child, end, now)
-        generation.exited(child, end, now, useful=useful)
-        self._changed(deployment, now)
+        deployment, generation = entry
+        if exit_cause.lost is Lost.SNAPSHOT:
+            self._shared_process.on_snapshots_lost()
+        if not self._can_trust_answers(generation):
+            self._release_slots(child)
+        has_answered = any(desk.has_answered(child) for desk in self._shared_process.dispatchers)
+        for desk in self._shared_process.dispatchers:
+            desk.died(child, exit_cause, now)
+        generation.on_exit(child, exit_cause, now, has_answered=has_answered)
+        self._reconcile_deployment(deployment, now)
 
     def perform(self, deployment: Deployment, generation: Life, action: Action, now: float) -> None:
         """Do what a generation wants."""
         match action:
             case Pin():
-                self._household.want_snapshots(now)
+                self._shared_process.request_snapshots(now)
             case Spawn(name, role, _):
-                self._owners[name] = deployment, generation
-                program = self._household.program(self._config, generation.children[name].device)
-                self._children.spawn(self._owner, generation, program, name, role)
+                self._by_process[name] = deployment, generation
+                program = self._shared_process.program(self._config, generation.children[name].device)
+                self._process_manager.spawn(self._event_handler, generation, program, name, role)
             case Enlist(name):
-                self._enlist_all(name, generation, now)
+                self._add_slots(name, generation, now)
             case Dismiss(name):
-                self._dismiss_all(name, generation)
+                self._remove_slots(name, generation)
             case Forget():
-                self._household.turns.pop(generation.label, None)
+                self._shared_process.schedulers.pop(generation.label, None)
                 super().perform(deployment, generation, action, now)
             case _:
                 super().perform(deployment, generation, action, now)
 
-    def drop(self, process: str, why: str, now: float) -> None:
+    def end_process(self, process: str, reason: str, now: float) -> None:
         """End a process that is of no use any more."""
-        self._lose(process)
-        owner = self._owners.get(process)
-        if owner is not None:
-            owner[1].hung(process, why, now)
-            self._changed(owner[0], now)
+        self._release_slots(process)
+        entry = self._by_process.get(process)
+        if entry is not None:
+            entry[1].on_hung(process, reason, now)
+            self._reconcile_deployment(entry[0], now)
 
-    def watch(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
+    def run_watchdog(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
         """End who computes for too long, and who does not answer a ping."""
         del serving
-        for desk in self._household.desks:
+        for desk in self._shared_process.dispatchers:
             for process, why in list(desk.overdue(now)):
-                self.drop(process, why, now)
+                self.end_process(process, why, now)
             if now >= desk.guard.watchdog.next_event:
                 for process in list(desk.silent(now)):
-                    self.drop(process, "it has not answered a ping", now)
+                    self.end_process(process, "it has not answered a ping", now)
 
-    def _enlist_all(self, name: str, generation: Life, now: float) -> None:
-        turns = self._household.turns[generation.label] = Turns()
-        for process in generation.seats.get(name, ()):
-            for index, desk in enumerate(self._household.desks):
-                desk.enlist_member(process, turns, index, now, device=generation.device)
+    def _add_slots(self, name: str, generation: Life, now: float) -> None:
+        scheduler = self._shared_process.schedulers[generation.label] = Turns()
+        for process in generation.slots.get(name, ()):
+            for index, desk in enumerate(self._shared_process.dispatchers):
+                desk.enlist_member(process, scheduler, index, now, device=generation.device)
 
-    def _dismiss_all(self, seat: str, generation: Life) -> None:
-        for process in [each for each in generation.children if each.startswith(f"{seat}.")]:
-            for desk in self._household.desks:
+    def _remove_slots(self, slot: str, generation: Life) -> None:
+        for process in [each for each in generation.children if each.startswith(f"{slot}.")]:
+            for desk in self._shared_process.dispatchers:
                 desk.dismiss(process)
-            if not generation.access.is_valid:
+            if not generation.attach_control.is_valid:
                 # It will not answer what it has, and is not to blame.
-                self._lose(process)
+                self._release_slots(process)
 
-    def _lose(self, process: str) -> None:
-        for desk in self._household.desks:
+    def _release_slots(self, process: str) -> None:
+        for desk in self._shared_process.dispatchers:
             desk.release(process)
 
-    def _running(self, generation: Life) -> Desk:
+    def _active_dispatcher(self, generation: Life) -> Desk:
         """The desk whose job the process runs; that of the first member where it runs none."""
-        turns = self._household.turns.get(generation.label)
-        running = None if turns is None else turns.running
-        for desk in self._household.desks:
-            if running is not None and any(desk.scheduler.seats.of(each) is running for each in generation.children):
+        scheduler = self._shared_process.schedulers.get(generation.label)
+        active_slot = None if scheduler is None else scheduler.running
+        for desk in self._shared_process.dispatchers:
+            if active_slot is not None and any(desk.scheduler.seats.of(each) is active_slot for each in generation.children):
                 return desk
-        return self._household.desks[0]
+        return self._shared_process.dispatchers[0]

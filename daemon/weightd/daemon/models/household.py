@@ -29,7 +29,7 @@ from weightd.daemon.models.ports import Children, Clients
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.models.stage import Succession
-from weightd.daemon.models.standing import PHASE, Phase, PhaseEvent
+from weightd.daemon.models.standing import MODEL_PHASE_TRANSITIONS, Phase, PhaseEvent
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.long_jobs import Users
 from weightd.daemon.requests.turns import Turns
@@ -56,138 +56,138 @@ class Household:
     """
 
     def __init__(
-        self, config: ModelConfig, devices: Mapping[str, Device], children: Children, numbers: Numbers
+        self, config: ModelConfig, devices: Mapping[str, Device], children: Children, ids: Numbers
     ) -> None:
         if config.group is None:
             raise ValueError("expected a model of a group")
         self.group = config.group
         self.members: list[Member] = []
-        self.children = children
-        self._numbers = numbers
-        self._source = Source(self.group.name, number=numbers.source())
-        self._started = 0
-        self._is_settling = False
+        self.process_manager = children
+        self._ids = ids
+        self._source = Source(self.group.name, number=ids.next_source())
+        self._started_count = 0
+        self._is_reconciling = False
         count = len(self.group.models)
         self.deployments = [
             Deployment(
                 devices[device],
-                _terms(config, device, count),
+                _generation_spec(config, device, count),
                 Succession(Policy(config.policy), process_bytes=config.process_mib * MIB),
-                make=self._make,
+                make_generation=self._make_generation,
                 wake=self._wake,
             )
             for device in config.devices
         ]
-        self.turns: dict[str, Turns] = {}
+        self.schedulers: dict[str, Turns] = {}
         self.users = Users()
 
     @property
-    def desks(self) -> Sequence[Desk]:
+    def dispatchers(self) -> Sequence[Desk]:
         """Where the requests of each member are."""
-        return [each.desk for each in self.members]
+        return [each.dispatcher for each in self.members]
 
     def start(self, now: float) -> None:
         """One more member is to be loaded: when all are, they begin."""
-        self._started += 1
-        if self._started == len(self.group.models):
+        self._started_count += 1
+        if self._started_count == len(self.group.models):
             for deployment in self.deployments:
                 deployment.start(self._source)
-        self.settle(now)
+        self.reconcile(now)
 
-    def pinned(self, now: float) -> None:
+    def report_snapshots(self, now: float) -> None:
         """One more snapshot exists; when all do, the process may start."""
-        there = self._snapshots()
-        if there is not None:
-            nbytes = sum({each.path: each.nbytes for each in there}.values())
-            joint = Snapshot(there[0].path, "", joint_digest([each.sha256 for each in there]), nbytes)
+        snapshots = self._snapshots()
+        if snapshots is not None:
+            nbytes = sum({each.path: each.nbytes for each in snapshots}.values())
+            joint_snapshot = Snapshot(snapshots[0].path, "", joint_digest([each.sha256 for each in snapshots]), nbytes)
             for deployment in self.deployments:
-                deployment.pinned(self._source, joint, now)
+                deployment.on_snapshot_taken(self._source, joint_snapshot, now)
 
-    def pin_failed(self, cause: str, now: float, *, transient: bool) -> None:
+    def on_snapshot_failed(self, cause: str, now: float, *, is_transient: bool) -> None:
         """There is no snapshot of one member: nobody can be loaded."""
         for deployment in self.deployments:
-            deployment.pin_failed(self._source, cause, now, transient=transient)
-        self.settle(now)
+            deployment.on_snapshot_failed(self._source, cause, now, is_transient=is_transient)
+        self.reconcile(now)
 
     def retry(self, now: float) -> None:
         """Load again what has failed."""
-        if all(each.failed for each in self.deployments):
-            self._source = Source(self.group.name, number=self._numbers.source())
+        if all(each.has_failed for each in self.deployments):
+            self._source = Source(self.group.name, number=self._ids.next_source())
             for member in self.members:
                 member.renew_source()
         for deployment in self.deployments:
-            if deployment.failed:
+            if deployment.has_failed:
                 deployment.retry(self._source)
-        self.settle(now)
+        self.reconcile(now)
 
-    def will_leave(self) -> None:
+    def mark_leaving(self) -> None:
         """One more member will be drained: once all will, who needs the room may wait for that."""
-        if all(each.is_leaving for each in self.members):
+        if all(each.is_marked_leaving for each in self.members):
             for deployment in self.deployments:
-                deployment.will_leave()
+                deployment.mark_leaving()
 
-    def drain(self, now: float, patience: float) -> None:
+    def drain(self, now: float, timeout_s: float) -> None:
         """A member winds down; the process goes with the last one that is served."""
-        if all(each.draining for each in self.members):
+        if all(each.is_draining for each in self.members):
             for deployment in self.deployments:
-                deployment.drain(now, patience=patience)
-        self.settle(now)
+                deployment.drain(now, timeout_s=timeout_s)
+        self.reconcile(now)
 
-    def settle(self, now: float) -> None:
+    def reconcile(self, now: float) -> None:
         """After each event: do what is wanted, and let each member serve what that allows."""
-        if self._is_settling:
+        if self._is_reconciling:
             return
-        self._is_settling = True
-        self.children.changed()
-        self.pinned(now)
+        self._is_reconciling = True
+        self.process_manager.mark_changed()
+        self.report_snapshots(now)
         while wanted := [(each, action) for each in self.deployments for action in each.take_actions()]:
             for deployment, (generation, action) in wanted:
-                self.members[0].house.perform(deployment, generation, action, now)
-            self.pinned(now)
-        self._is_settling = False
+                self.members[0].shared_process_events.perform(deployment, generation, action, now)
+            self.report_snapshots(now)
+        self._is_reconciling = False
         for member in self.members:
-            member.settled(now)
+            member.on_reconciled(now)
 
-    def want_snapshots(self, now: float) -> None:
+    def request_snapshots(self, now: float) -> None:
         """A process is to be started."""
         for member in self.members:
-            member.want_snapshot(now)
+            member.request_snapshot(now)
 
-    def snapshots_lost(self) -> None:
+    def on_snapshots_lost(self) -> None:
         """The files of snapshots have vanished: all are taken anew."""
         for member in self.members:
-            member.snapshot_lost()
+            member.on_snapshot_lost()
 
     def program(self, config: ModelConfig, device: str) -> Program:
         """Return what the process runs there: models of one file have one copy of it, and so may share its weights."""
-        there = self._snapshots() or ()
-        first: dict[str, Snapshot] = {}
-        told: list[ToldMember] = []
-        for member, snapshot in zip(self.members, there, strict=True):
-            copy = first.setdefault(member.config.path, snapshot)
+        snapshots = self._snapshots() or ()
+        first_by_path: dict[str, Snapshot] = {}
+        members: list[ToldMember] = []
+        for member, snapshot in zip(self.members, snapshots, strict=True):
+            copy = first_by_path.setdefault(member.config.path, snapshot)
             pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
-            options, tolerance = member.config.engine_options.json(), member.config.canary_tolerance
-            told.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
+            options, tolerance = member.config.engine_options.to_json(), member.config.canary_tolerance
+            members.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
         return Program(
             config.python,
             config.engine,
-            told[0].model,
+            members[0].model,
             device,
             threads=config.threads,
             sharing=False,
             why_spawned="what drives a card does not survive a fork",
-            members=Members(self.group.share, tuple(told)).json(),
+            members=Members(self.group.share, tuple(members)).json(),
         )
 
     def _snapshots(self) -> list[Snapshot] | None:
-        there = [each.snapshot for each in self.members]
-        return None if None in there else [each for each in there if each is not None]
+        snapshots = [each.snapshot for each in self.members]
+        return None if None in snapshots else [each for each in snapshots if each is not None]
 
-    def _make(self, device: Room, source: Source, terms: Terms) -> Life:
-        number = self._numbers.generation()
-        unit = Unit(f"{self.group.name}@group.{number}", terms, device.name, source, number=number)
-        unit.mishaps = Mishaps(*(each.desk.meter for each in self.members))
-        return unit
+    def _make_generation(self, placement: Room, source: Source, spec: Terms) -> Life:
+        number = self._ids.next_generation()
+        generation = Unit(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
+        generation.counters = Mishaps(*(each.dispatcher.meter for each in self.members))
+        return generation
 
     def _wake(self) -> None:
         for member in self.members:
@@ -205,31 +205,31 @@ class Member(Model):
         is_leaving: it was removed, and will be drained.
     """
 
-    def __init__(self, household: Household, *model: Any) -> None:
+    def __init__(self, shared_process: Household, *model: Any) -> None:
         super().__init__(*model)
-        self._household = household
-        self._index = len(household.members)
-        self.is_leaving = False
-        self.deployments = household.deployments
-        self.desk.scheduler.users = household.users
-        if household.members:
-            self._house = household.members[0].house
+        self._shared_process = shared_process
+        self._index = len(shared_process.members)
+        self.is_marked_leaving = False
+        self.deployments = shared_process.deployments
+        self.dispatcher.scheduler.users = shared_process.users
+        if shared_process.members:
+            self._shared_process_events = shared_process.members[0].shared_process_events
         else:
-            there = self.config, household.children, self._sources.snapshots
-            self._house = HouseCrew(household, self, *there, self.desk, household.settle)
-        self._crew = self._house
-        self.heard, self.exited = self._house.heard, self._house.exited
-        household.members.append(self)
+            event_arguments = self.config, shared_process.process_manager, self._versions.snapshots
+            self._shared_process_events = HouseCrew(shared_process, self, *event_arguments, self.dispatcher, shared_process.reconcile)
+        self._process_events = self._shared_process_events
+        self.on_message, self.on_exit = self._shared_process_events.on_message, self._shared_process_events.on_exit
+        shared_process.members.append(self)
 
     @property
-    def house(self) -> HouseCrew:
+    def shared_process_events(self) -> HouseCrew:
         """The processes of all members."""
-        return self._house
+        return self._shared_process_events
 
     @property
     def snapshot(self) -> Snapshot | None:
         """The copy of what it loads, if that exists."""
-        return self._sources.snapshots.find(self._sources.current)
+        return self._versions.snapshots.find(self._versions.current)
 
     def update(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
@@ -239,16 +239,16 @@ class Member(Model):
         Raises:
             FailedPrecondition: always.
         """
-        group = self._household.group
-        others = ", ".join(each for each in group.models if each != self.name)
+        group = self._shared_process.group
+        other_models = ", ".join(each for each in group.models if each != self.name)
         raise FailedPrecondition(
-            f"{self.name} is in one process with {others}, the group {group.name}: it cannot be updated alone; "
+            f"{self.name} is in one process with {other_models}, the group {group.name}: it cannot be updated alone; "
             "change the configuration and reload"
         )
 
     def start(self, now: float) -> None:
         """Begin to load, once all members do."""
-        self._household.start(now)
+        self._shared_process.start(now)
 
     def resume(self, record: ModelRecord, now: float) -> None:
         """Load it: what a daemon before this one had loaded of a household, it does not hand over."""
@@ -258,34 +258,34 @@ class Member(Model):
         """Return None: it is loaded anew."""
         return None
 
-    def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
+    def on_snapshot_taken(self, source: Source, snapshot: Snapshot, now: float) -> None:
         """The snapshot of a source exists."""
-        self._sources.snapshots.taken(source, snapshot)
-        self._household.settle(now)
+        self._versions.snapshots.on_taken(source, snapshot)
+        self._shared_process.reconcile(now)
 
-    def pin_failed(self, source: Source, cause: str, now: float, *, transient: bool = False) -> None:
+    def on_snapshot_failed(self, source: Source, cause: str, now: float, *, is_transient: bool = False) -> None:
         """There is no snapshot of a source; `transient`: the cause may go away by itself."""
-        self._sources.snapshots.failed(source)
-        self._household.pin_failed(f"{self.name}: {cause}", now, transient=transient)
+        self._versions.snapshots.on_failed(source)
+        self._shared_process.on_snapshot_failed(f"{self.name}: {cause}", now, is_transient=is_transient)
 
     def retry(self, now: float) -> None:
         """Load the group again, as far as it has failed."""
         if self.may_retry:
-            self._household.retry(now)
+            self._shared_process.retry(now)
 
-    def will_leave(self) -> None:
+    def mark_leaving(self) -> None:
         """It is served no more; who waits for the room of the process waits for all members."""
-        self.is_leaving = True
-        self._household.will_leave()
+        self.is_marked_leaving = True
+        self._shared_process.mark_leaving()
 
-    def drain(self, now: float, *, patience: float = 0.0, replaced: bool = False) -> None:
+    def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
         """Take no new work; the process goes when all members wind down."""
-        event = PhaseEvent.REPLACE if replaced else PhaseEvent.CLOSE
-        self._phase = advance(PHASE, self._phase, event)
-        if not replaced:
-            self.desk.give_up(Unavailable("weightd is stopping"))
-        self._sources.snapshots.abandon()
-        self._household.drain(now, patience)
+        event = PhaseEvent.REPLACE if is_replaced else PhaseEvent.CLOSE
+        self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, event)
+        if not is_replaced:
+            self.dispatcher.give_up(Unavailable("weightd is stopping"))
+        self._versions.snapshots.cancel_pending()
+        self._shared_process.drain(now, timeout_s)
 
     def reconfigure(self, config: ModelConfig) -> bool:
         """Return whether nothing has changed: another configuration is that of another household."""
@@ -293,44 +293,44 @@ class Member(Model):
 
     # --- from the household -------------------------------------------------------------------------------------
 
-    def want_snapshot(self, now: float) -> None:
+    def request_snapshot(self, now: float) -> None:
         """A process is to be started."""
-        self._sources.snapshots.want(self._sources.current, now + self.config.load_timeout)
+        self._versions.snapshots.request(self._versions.current, now + self.config.load_timeout)
 
-    def snapshot_lost(self) -> None:
+    def on_snapshot_lost(self) -> None:
         """The files of its snapshot have vanished."""
-        self._sources.snapshots.lost(self._sources.current)
+        self._versions.snapshots.on_lost(self._versions.current)
 
     def renew_source(self) -> None:
         """Read the model's files again."""
-        self._sources.anew()
+        self._versions.renew_current()
 
     def wake(self) -> None:
         """A device has room again."""
         self._wake()
 
-    def settled(self, now: float) -> None:
+    def on_reconciled(self, now: float) -> None:
         """Serve what a generation now allows."""
-        built = self._built()
-        if self.desk.signature.built is None and built is not None:
-            self.desk.learn(built)
+        built = self._find_built()
+        if self.dispatcher.signature.built is None and built is not None:
+            self.dispatcher.learn(built)
         self._plan_retry(now)
-        self._refusal = standing.refusal(self.name, self.deployments)
-        if self._refusal is not None and self._phase is not Phase.REPLACED:
-            self.desk.close(self._refusal.error())
-        self.desk.dispatch(now)
+        self._unavailable = standing.find_unavailable(self.name, self.deployments)
+        if self._unavailable is not None and self._phase is not Phase.REPLACED:
+            self.dispatcher.close(self._unavailable.to_error())
+        self.dispatcher.dispatch(now)
         self._update_next_tick()
 
-    def _settle(self, now: float) -> None:
-        self._household.settle(now)
+    def _reconcile(self, now: float) -> None:
+        self._shared_process.reconcile(now)
 
-    def _tell_pinned(self, now: float) -> None:
-        self._household.pinned(now)
+    def _report_snapshots(self, now: float) -> None:
+        self._shared_process.report_snapshots(now)
 
-    def _built(self) -> Built | None:
+    def _find_built(self) -> Built | None:
         """What the process has told of this model."""
-        there = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
-        loaded = (each.models for each in there if isinstance(each, Unit) and each.models)
+        active = (each for deployment in self.deployments for each in deployment.generations if each.state in ACTIVE)
+        loaded = (each.models for each in active if isinstance(each, Unit) and each.models)
         return next((models[self._index] for models in loaded), None)
 
 
@@ -339,31 +339,31 @@ class Households:
 
     def __init__(self) -> None:
         self._incomplete: dict[Membership, Household] = {}
-        self._numbers: dict[str, Numbers] = {}
+        self._id_sequences: dict[str, Numbers] = {}
 
     def make(
         self,
         name: str,
         config: ModelConfig,
         devices: Mapping[str, Device],
-        children: Children,
-        clients: Clients,
-        numbers: Numbers,
+        process_manager: Children,
+        client_notifier: Clients,
+        ids: Numbers,
     ) -> Model:
         """Return a model that has not started; the arguments are those of `Model`."""
         group = config.group
         if group is None:
-            return Model(name, config, devices, children, clients, numbers)
-        household = self._incomplete.pop(group, None)
-        if household is None:
-            own = self._numbers.setdefault(group.name, Numbers())
-            household = Household(config, devices, children, own)
-        member = Member(household, name, config, devices, children, clients, numbers)
-        if len(household.members) < len(group.models):
-            self._incomplete[group] = household
+            return Model(name, config, devices, process_manager, client_notifier, ids)
+        shared_process = self._incomplete.pop(group, None)
+        if shared_process is None:
+            group_ids = self._id_sequences.setdefault(group.name, Numbers())
+            shared_process = Household(config, devices, process_manager, group_ids)
+        member = Member(shared_process, name, config, devices, process_manager, client_notifier, ids)
+        if len(shared_process.members) < len(group.models):
+            self._incomplete[group] = shared_process
         return member
 
 
-def _terms(config: ModelConfig, device: str, members: int) -> Terms:
-    ranks = RankTerms(1, (device,), config.load_timeout, 0, is_cut=False, members=members)
-    return Terms(1, config.load_timeout, sharing=False, predict_timeout=config.predict_timeout, devices=(), ranks=ranks)
+def _generation_spec(config: ModelConfig, device: str, model_count: int) -> Terms:
+    ranks = RankTerms(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=model_count)
+    return Terms(1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks)

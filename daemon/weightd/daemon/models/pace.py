@@ -13,14 +13,14 @@ from weightd.protocol import limits
 from weightd.protocol.schema import integer, number, record, text
 
 # What takes longer than the last time is told by no number that reaches the end: it comes nearer and nearer.
-_KNOWN = 0.9
-_MOST = 0.99
+_LINEAR_UNTIL = 0.9
+_MAX_PROGRESS = 0.99
 
 # A month. What is said to take longer has been damaged in the file, or is of another size: it is no number for people.
-_MOST_S = 30 * 86400.0
+_MAX_DURATION_S = 30 * 86400.0
 
 # Of a copy that has just begun nobody can tell how fast it is.
-_LEAST_S = 0.5
+_MIN_COPY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Pace:
     """How long so many bytes of a model took: `copy_s` for their copy if there was one, and `load_s` after that."""
 
     nbytes: int = field(metadata=integer(0, limits.MAX_COUNT))
-    load_s: float = field(metadata=number(_MOST_S))
-    copy_s: float | None = field(default=None, metadata=number(_MOST_S))
+    load_s: float = field(metadata=number(_MAX_DURATION_S))
+    copy_s: float | None = field(default=None, metadata=number(_MAX_DURATION_S))
 
-    def load_of(self, nbytes: int) -> float:
+    def load_time_s(self, nbytes: int) -> float:
         """Return how long so many bytes would take after their copy."""
-        return self.load_s * self._times(nbytes)
+        return self.load_s * self._size_ratio(nbytes)
 
-    def copy_of(self, nbytes: int) -> float | None:
+    def copy_time_s(self, nbytes: int) -> float | None:
         """Return how long their copy would take; None where there was none."""
-        return None if self.copy_s is None else self.copy_s * self._times(nbytes)
+        return None if self.copy_s is None else self.copy_s * self._size_ratio(nbytes)
 
-    def _times(self, nbytes: int) -> float:
+    def _size_ratio(self, nbytes: int) -> float:
         return nbytes / self.nbytes if nbytes and self.nbytes else 1.0
 
 
@@ -65,9 +65,9 @@ class Share(NamedTuple):
         copied: of its files, from 0 to 1; None while nothing was copied, and afterwards.
     """
 
-    done: float | None = None
-    left_s: float | None = None
-    copied: float | None = None
+    fraction_done: float | None = None
+    remaining_s: float | None = None
+    fraction_copied: float | None = None
 
 
 class Load:
@@ -78,75 +78,75 @@ class Load:
         now: the clock.
     """
 
-    def __init__(self, before: Pace | None, now: float) -> None:
-        self._before = before
-        self._begun = now
-        self._nbytes = 0
-        self._copied = 0
+    def __init__(self, last_speed: Pace | None, now: float) -> None:
+        self._last_speed = last_speed
+        self._started_at = now
+        self._total_bytes = 0
+        self._copied_bytes = 0
         # How long the copy took, once it is over, and when the processes began.
         self._copy_s: float | None = None
-        self._loads_at: float | None = None
-        self._told = 0.0
+        self._load_started_at: float | None = None
+        self._reported_fraction = 0.0
 
     @property
-    def is_pinned(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether all its files are there."""
         return self._copy_s is not None
 
-    def copying(self, copied: int, nbytes: int) -> None:
+    def on_copy_progress(self, copied_bytes: int, total_bytes: int) -> None:
         """So many bytes of so many were copied."""
         if self._copy_s is None:
-            self._copied = max(self._copied, min(copied, nbytes))
-            self._nbytes = nbytes
+            self._copied_bytes = max(self._copied_bytes, min(copied_bytes, total_bytes))
+            self._total_bytes = total_bytes
 
-    def pinned(self, nbytes: int, now: float) -> None:
+    def on_copied(self, nbytes: int, now: float) -> None:
         """All were, be it long ago; now it waits for room."""
         if self._copy_s is None:
-            self._copy_s = now - self._begun
-            self._nbytes = nbytes or self._nbytes
+            self._copy_s = now - self._started_at
+            self._total_bytes = nbytes or self._total_bytes
 
-    def loads(self, now: float) -> None:
+    def on_load_started(self, now: float) -> None:
         """There is room: processes start."""
-        self.pinned(0, now)
-        if self._loads_at is None:
-            self._loads_at = now
+        self.on_copied(0, now)
+        if self._load_started_at is None:
+            self._load_started_at = now
 
-    def serves(self, now: float) -> Pace | None:
+    def on_serving(self, now: float) -> Pace | None:
         """The first one serves; return how long that took, None where nobody has seen it begin."""
-        if self._loads_at is None:
+        if self._load_started_at is None:
             return None
-        before = None if self._before is None else self._before.copy_of(self._nbytes)
-        copy_s = self._copy_s if self._copied else before
-        return Pace(self._nbytes, min(now - self._loads_at, _MOST_S), None if copy_s is None else min(copy_s, _MOST_S))
+        last_copy_s = None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
+        copy_s = self._copy_s if self._copied_bytes else last_copy_s
+        return Pace(self._total_bytes, min(now - self._load_started_at, _MAX_DURATION_S), None if copy_s is None else min(copy_s, _MAX_DURATION_S))
 
-    def share(self, now: float) -> Share:
+    def progress(self, now: float) -> Share:
         """Return how far it is."""
-        copied = self._copied / self._nbytes if self._copied and self._copy_s is None else None
-        ahead = None if self._before is None else self._before.load_of(self._nbytes)
-        copy_s = self._copy(now)
-        if ahead is None or copy_s is None:
-            return Share(copied=copied)
-        gone = 0.0 if self._loads_at is None else now - self._loads_at
-        total = copy_s + ahead
+        fraction_copied = self._copied_bytes / self._total_bytes if self._copied_bytes and self._copy_s is None else None
+        expected_load_s = None if self._last_speed is None else self._last_speed.load_time_s(self._total_bytes)
+        copy_s = self._copy_time_s(now)
+        if expected_load_s is None or copy_s is None:
+            return Share(fraction_copied=fraction_copied)
+        elapsed_s = 0.0 if self._load_started_at is None else now - self._load_started_at
+        total_s = copy_s + expected_load_s
         if self._copy_s is None:
-            part, left = min(now - self._begun, copy_s), total - (now - self._begun)
+            part, left = min(now - self._started_at, copy_s), total_s - (now - self._started_at)
         else:
-            part, left = copy_s + ahead * _nearing(gone / ahead if ahead else 1.0), ahead - gone
-        self._told = max(self._told, min(_MOST, part / total if total else 0.0))
-        is_known = 0 < left <= _MOST_S and (self._copy_s is None or self._loads_at is not None)
-        return Share(self._told, left if is_known else None, copied)
+            part, left = copy_s + expected_load_s * _asymptotic_fraction(elapsed_s / expected_load_s if expected_load_s else 1.0), expected_load_s - elapsed_s
+        self._reported_fraction = max(self._reported_fraction, min(_MAX_PROGRESS, part / total_s if total_s else 0.0))
+        is_known = 0 < left <= _MAX_DURATION_S and (self._copy_s is None or self._load_started_at is not None)
+        return Share(self._reported_fraction, left if is_known else None, fraction_copied)
 
-    def _copy(self, now: float) -> float | None:
+    def _copy_time_s(self, now: float) -> float | None:
         """How long the copy takes in all, as far as that can be told."""
         if self._copy_s is not None:
             # What was linked, or was there, took no time of all.
             return self._copy_s
-        gone = now - self._begun
-        if self._copied and gone > _LEAST_S:
-            return gone * self._nbytes / self._copied
-        return None if self._before is None else self._before.copy_of(self._nbytes)
+        elapsed_s = now - self._started_at
+        if self._copied_bytes and elapsed_s > _MIN_COPY_S:
+            return elapsed_s * self._total_bytes / self._copied_bytes
+        return None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
 
 
-def _nearing(times: float) -> float:
+def _asymptotic_fraction(elapsed_ratio: float) -> float:
     """The share that is done after so many times of what the last one took: less than 1, whatever it is."""
-    return times if times < _KNOWN else 1 - (1 - _KNOWN) ** 2 / (times - _KNOWN + 1 - _KNOWN)
+    return elapsed_ratio if elapsed_ratio < _LINEAR_UNTIL else 1 - (1 - _LINEAR_UNTIL) ** 2 / (elapsed_ratio - _LINEAR_UNTIL + 1 - _LINEAR_UNTIL)

@@ -21,54 +21,54 @@ from weightd.protocol.messages.children import OrderMessage
 class Children(Protocol):
     """What a model wants of its children. None of these calls the model back before it has returned."""
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def take_snapshot(self, event_handler: Owner, model: str, config: ModelConfig, source: Source, expected_sha256: str = "") -> None:
         """Take the snapshot of a model's source; answer by `pinned` or `pin_failed`.
 
         `expected`: the sha256 that it has to have, "" for any.
         """
 
-    def unpin(self, model: str, source: Source) -> None:
+    def remove_snapshot(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
 
     def spawn(
-        self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
+        self, event_handler: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         """Start a child, forked of `template` if that is one; answer by `heard` and, in the end, `exited`."""
 
-    def resume(self, owner: Owner, generation: Life, seal: SealRecord | None) -> bool:
+    def resume(self, event_handler: Owner, generation: Life, seal_record: SealRecord | None) -> bool:
         """Take over the children of a generation that a daemon before this one has loaded; answer as for `spawn`.
 
         Return False if its page store is not what it was.
         """
         raise NotImplementedError
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Something has changed that the next daemon would have to know."""
 
-    def seal(self, generation: Life) -> SealRecord | None:
+    def seal_record(self, generation: Life) -> SealRecord | None:
         """Return what the page store of the generation was when it was exported, if it has one."""
         raise NotImplementedError
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         """Return whether a child has not begun to exit: what it holds is there."""
         raise NotImplementedError
 
-    def exported(self, generation: Life) -> None:
+    def on_exported(self, generation: Life) -> None:
         """Remember what the holder has left in the page store, if it has one."""
 
-    def intact(self, generation: Life) -> bool:
+    def is_store_intact(self, generation: Life) -> bool:
         """Return whether the page store of the generation, if it has one, is still what it was then."""
         raise NotImplementedError
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
 
-    def order(
-        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    def send_order(
+        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
     ) -> None:
         """Send an order to a child."""
 
-    def forget(self, generation: Life) -> None:
+    def remove_files(self, generation: Life) -> None:
         """Remove the files of a generation of which nothing is left."""
 
 

@@ -22,25 +22,25 @@ from weightd.daemon.models.stage import Succession
 from weightd.shared.devices import CPU
 
 
-def rooms(config: ModelConfig, devices: Mapping[str, Device]) -> list[tuple[Room, Terms]]:
+def placements(config: ModelConfig, devices: Mapping[str, Device]) -> list[tuple[Room, Terms]]:
     """Return where the model has a copy of the weights each, and what is configured of it."""
     if config.ranks is None:
-        return [(devices[device], Terms.configured(config, together)) for device, together in config.devices_by_weight_copy.items()]
-    return [(_room(config.ranks, group, devices), _terms(config, config.ranks, group)) for group in config.ranks.groups]
+        return [(devices[device], Terms.from_config(config, together)) for device, together in config.devices_by_weight_copy.items()]
+    return [(_placement(config.ranks, group, devices), _generation_spec(config, config.ranks, group)) for group in config.ranks.groups]
 
 
-def succession(config: ModelConfig) -> Succession:
+def rollout_policy(config: ModelConfig) -> Succession:
     """Return how one generation of the model follows another."""
     return Succession(
         Policy(config.policy),
         # On the CPU each process falls back by itself.
-        fall_back=config.sharing == "auto" and config.is_on_cards,
+        should_fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
         buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
     )
 
 
-def rank_of(child: Child) -> int | None:
+def rank_number(child: Child) -> int | None:
     """Return which rank a process of a unit is; None: it is the broker."""
     return None if child.role is Role.BROKER else int(child.name.rpartition(".rank")[2])
 
@@ -49,46 +49,46 @@ class Places:
     """Where the ranks of each generation meet, from its first process to its end."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Place] = {}
+        self._by_label: dict[str, Place] = {}
 
-    def program(self, config: ModelConfig, generation: Life, snapshot: Snapshot, name: str, room: Room) -> Program:
+    def program(self, config: ModelConfig, generation: Life, snapshot: Snapshot, name: str, placement: Room) -> Program:
         """Return what a child of the generation runs, whatever that is."""
-        child, terms = generation.children[name], generation.terms.ranks
-        if terms is None:
+        child, group_spec = generation.children[name], generation.spec.rank_group
+        if group_spec is None:
             return program(config, generation, snapshot, child.device)
-        place = self._all.get(generation.label)
-        if place is None:
-            port = room.port(generation.label) if isinstance(room, Cards) else 0
-            place = self._all[generation.label] = _place(config, terms, snapshot, port)
-        return rank_program(config, snapshot, child.device, rank_of(child), place)
+        rendezvous = self._by_label.get(generation.label)
+        if rendezvous is None:
+            port = placement.port(generation.label) if isinstance(placement, Cards) else 0
+            rendezvous = self._by_label[generation.label] = _make_rendezvous(config, group_spec, snapshot, port)
+        return rank_program(config, snapshot, child.device, rank_number(child), rendezvous)
 
-    def forget(self, label: str) -> None:
+    def drop(self, label: str) -> None:
         """Nothing is left of the generation."""
-        self._all.pop(label, None)
+        self._by_label.pop(label, None)
 
 
-def _room(ranks: Ranks, group: tuple[str, ...], devices: Mapping[str, Device]) -> Room:
+def _placement(ranks: Ranks, group: tuple[str, ...], devices: Mapping[str, Device]) -> Room:
     return Cards([devices[each] for each in group], ranks.device_ports) if ranks.is_on_cards else devices[CPU]
 
 
-def _terms(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
-    reply = ranks.reply_rank
-    terms = RankTerms(
+def _generation_spec(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) -> Terms:
+    reply_rank = ranks.reply_rank
+    group_spec = RankTerms(
         ranks.size,
         group,
         float(ranks.connect_timeout),
-        CONCAT if reply is None else reply,
+        CONCAT if reply_rank is None else reply_rank,
         has_broker=config.engine_spec.has_broker,
     )
-    return dataclasses.replace(Terms.configured(config, ()), sharing=False, forks_built=False, ranks=terms)
+    return dataclasses.replace(Terms.from_config(config, ()), sharing=False, forks_built=False, ranks=group_spec)
 
 
-def _place(config: ModelConfig, terms: RankTerms, snapshot: Snapshot, card_port: int) -> Place:
+def _make_rendezvous(config: ModelConfig, group_spec: RankTerms, snapshot: Snapshot, card_port: int) -> Place:
     ranks = config.ranks
-    port = free_port() if terms.has_broker else 0
+    port = free_port() if group_spec.has_broker else 0
     if ranks is not None and snapshot.tables:
-        return Place(port, table=snapshot.tables[ranks.groups.index(terms.devices)])
+        return Place(port, table=snapshot.tables[ranks.groups.index(group_spec.devices)])
     return Place(
         port,
-        text=written_table(terms.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
+        text=written_table(group_spec.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
     )

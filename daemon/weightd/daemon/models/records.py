@@ -58,26 +58,26 @@ class SourceRecord:
     weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
 
     @classmethod
-    def of(cls, source: Source, snapshot: Snapshot) -> SourceRecord:
+    def from_source(cls, source: Source, snapshot: Snapshot) -> SourceRecord:
         """Return what is written down of this."""
         there = snapshot
         slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
-        whole = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
+        fields = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
         grants = GrantRecord(*source.grant), GrantRecord(*source.weights_grant)
-        return cls(source.number, source.path, source.weights, *whole, slices, there.tables, *grants)
+        return cls(source.number, source.path, source.weights, *fields, slices, there.tables, *grants)
 
     @property
-    def source(self) -> Source:
+    def restored_source(self) -> Source:
         """The source."""
         grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
         return Source(self.path, self.weights, self.number, *grants)
 
     @property
-    def taken(self) -> Snapshot:
+    def restored_snapshot(self) -> Snapshot:
         """The snapshot."""
         slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
-        whole = self.snapshot, self.snapshot_weights, self.sha256, self.nbytes, self.sample, self.identity
-        return Snapshot(*whole, slices, self.tables)
+        fields = self.snapshot, self.snapshot_weights, self.sha256, self.nbytes, self.sample, self.identity
+        return Snapshot(*fields, slices, self.tables)
 
 
 @dataclass(frozen=True)

@@ -19,21 +19,21 @@ class Retries:
     """
 
     def __init__(self) -> None:
-        self.due = NEVER
+        self.due_at = NEVER
         self._failures = 0
 
-    def failed(self, now: float) -> None:
+    def on_failure(self, now: float) -> None:
         """Plan the next attempt, unless one is planned."""
-        if self.due == NEVER:
-            delay = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**self._failures)
+        if self.due_at == NEVER:
+            delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0**self._failures)
             self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
-            self.due = now + delay
+            self.due_at = now + delay_s
 
     def cancel(self) -> None:
         """Plan no attempt; the delay before the next one is not shorter for that."""
-        self.due = NEVER
+        self.due_at = NEVER
 
-    def succeeded(self) -> None:
+    def on_success(self) -> None:
         """Begin with the shortest delay again."""
-        self.due = NEVER
+        self.due_at = NEVER
         self._failures = 0

@@ -16,98 +16,98 @@ class Snapshots:
         unpin: removes it, or stops taking it.
     """
 
-    def __init__(self, pin: Callable[[Source, str], None], unpin: Callable[[Source], None]) -> None:
-        self._pin = pin
-        self._unpin = unpin
+    def __init__(self, take: Callable[[Source, str], None], remove: Callable[[Source], None]) -> None:
+        self._take = take
+        self._remove = remove
         # None: it is being taken.
-        self._all: dict[Source, Snapshot | None] = {}
-        self._canaries: dict[Source, Canary] = {}
+        self._by_source: dict[Source, Snapshot | None] = {}
+        self._selftests: dict[Source, Canary] = {}
         # The sha256 of what was lost: all generations of a source load the same.
-        self._expected: dict[Source, str] = {}
+        self._expected_sha256: dict[Source, str] = {}
         # Until when, in monotonic seconds.
         self._deadlines: dict[Source, float] = {}
 
-    def want(self, source: Source, deadline: float) -> None:
+    def request(self, source: Source, deadline: float) -> None:
         """A generation needs the snapshot, by `deadline` (monotonic seconds)."""
-        if source not in self._all:
-            self._all[source] = None
+        if source not in self._by_source:
+            self._by_source[source] = None
             self._deadlines[source] = deadline
-            self._pin(source, self._expected.get(source, ""))
+            self._take(source, self._expected_sha256.get(source, ""))
 
     @property
-    def next_event(self) -> float:
+    def next_event_at(self) -> float:
         """Nothing is `overdue` before this, in monotonic seconds."""
         return min(self._deadlines.values(), default=float("inf"))
 
-    def overdue(self, now: float) -> list[Source]:
+    def take_overdue(self, now: float) -> list[Source]:
         """Stop taking what takes too long; return it."""
-        late = [source for source, deadline in self._deadlines.items() if now >= deadline]
-        for source in late:
+        overdue = [source for source, deadline in self._deadlines.items() if now >= deadline]
+        for source in overdue:
             self.drop(source)
-        return late
+        return overdue
 
-    def taken(self, source: Source, snapshot: Snapshot) -> None:
+    def on_taken(self, source: Source, snapshot: Snapshot) -> None:
         """It exists; if nobody wants it any more, that is of no consequence."""
-        if source in self._all:
-            self._all[source] = snapshot
-            self._expected.pop(source, None)
+        if source in self._by_source:
+            self._by_source[source] = snapshot
+            self._expected_sha256.pop(source, None)
             self._deadlines.pop(source, None)
 
     def restore(self, source: Source, snapshot: Snapshot) -> None:
         """A daemon before this one has taken it."""
-        self._all[source] = snapshot
+        self._by_source[source] = snapshot
 
-    def lost(self, source: Source) -> None:
+    def on_lost(self, source: Source) -> None:
         """Its files have vanished: who wants it next has it taken anew, if the model is still the same."""
-        snapshot = self._all.get(source)
+        snapshot = self._by_source.get(source)
         if snapshot is not None:
-            del self._all[source]
-            self._expected[source] = snapshot.sha256
+            del self._by_source[source]
+            self._expected_sha256[source] = snapshot.sha256
 
     def find(self, source: Source) -> Snapshot | None:
         """Return the snapshot, if it exists."""
-        return self._all.get(source)
+        return self._by_source.get(source)
 
-    def learned(self, source: Source, canary: Canary) -> None:
+    def set_selftest(self, source: Source, selftest: Canary) -> None:
         """A generation has found out what the model runs on: the next one need not."""
-        if source in self._all:
-            self._canaries[source] = canary
+        if source in self._by_source:
+            self._selftests[source] = selftest
 
-    def canary(self, source: Source) -> Canary | None:
+    def selftest(self, source: Source) -> Canary | None:
         """Return what a generation has found out."""
-        return self._canaries.get(source)
+        return self._selftests.get(source)
 
-    def failed(self, source: Source) -> None:
+    def on_failed(self, source: Source) -> None:
         """There is none."""
-        self._all.pop(source, None)
-        self._canaries.pop(source, None)
+        self._by_source.pop(source, None)
+        self._selftests.pop(source, None)
         self._deadlines.pop(source, None)
 
     def drop(self, source: Source) -> None:
         """No generation will load it any more."""
-        if source in self._all or source in self._expected:
-            self._all.pop(source, None)
-            self._expected.pop(source, None)
-            self._canaries.pop(source, None)
+        if source in self._by_source or source in self._expected_sha256:
+            self._by_source.pop(source, None)
+            self._expected_sha256.pop(source, None)
+            self._selftests.pop(source, None)
             self._deadlines.pop(source, None)
-            self._unpin(source)
+            self._remove(source)
 
-    def abandon(self) -> None:
+    def cancel_pending(self) -> None:
         """Stop taking what is being taken: nobody waits for it any more, and copying may take long."""
-        for source in [source for source, snapshot in self._all.items() if snapshot is None]:
+        for source in [source for source, snapshot in self._by_source.items() if snapshot is None]:
             self.drop(source)
 
     def drop_all(self) -> None:
         """Leave nothing behind."""
-        for source in [*self._all, *self._expected]:
+        for source in [*self._by_source, *self._expected_sha256]:
             self.drop(source)
 
-    def ready(self) -> Iterator[tuple[Source, Snapshot]]:
+    def iter_ready(self) -> Iterator[tuple[Source, Snapshot]]:
         """Yield each source that has a snapshot, with it."""
-        yield from [(source, snapshot) for source, snapshot in self._all.items() if snapshot is not None]
+        yield from [(source, snapshot) for source, snapshot in self._by_source.items() if snapshot is not None]
 
     def __getitem__(self, source: Source) -> Snapshot:
-        snapshot = self._all[source]
+        snapshot = self._by_source[source]
         if snapshot is None:
             raise RuntimeError(f"{source.path}: a process was to be started before the snapshot was taken")
         return snapshot

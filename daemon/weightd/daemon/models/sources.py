@@ -14,23 +14,23 @@ from weightd.shared.reach import Grant
 class Numbers:
     """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
 
-    def __init__(self, made: Sequence[int] = (0, 0)) -> None:
-        self._generation, self._source = made
+    def __init__(self, last_ids: Sequence[int] = (0, 0)) -> None:
+        self._last_generation, self._last_source = last_ids
 
     @property
-    def made(self) -> tuple[int, int]:
+    def last_ids(self) -> tuple[int, int]:
         """The last ones."""
-        return self._generation, self._source
+        return self._last_generation, self._last_source
 
-    def generation(self) -> int:
+    def next_generation(self) -> int:
         """Return the next one."""
-        self._generation += 1
-        return self._generation
+        self._last_generation += 1
+        return self._last_generation
 
-    def source(self) -> int:
+    def next_source(self) -> int:
         """Return the next one."""
-        self._source += 1
-        return self._source
+        self._last_source += 1
+        return self._last_source
 
 
 class Sources:
@@ -50,15 +50,15 @@ class Sources:
     """
 
     def __init__(
-        self, path: str, numbers: Numbers, pin: Callable[[Source, str], None], unpin: Callable[[Source], None]
+        self, path: str, ids: Numbers, take_snapshot: Callable[[Source, str], None], remove_snapshot: Callable[[Source], None]
     ) -> None:
-        self.current = Source(path, number=numbers.source())
+        self.current = Source(path, number=ids.next_source())
         self.previous: Source | None = None
-        self.undone: Source | None = None
-        self.snapshots = Snapshots(pin, unpin)
-        self._numbers = numbers
+        self.rolled_back: Source | None = None
+        self.snapshots = Snapshots(take_snapshot, remove_snapshot)
+        self._ids = ids
 
-    def new(self, path: str, weights: str, grant: Grant) -> Source:
+    def create(self, path: str, weights: str, grant: Grant) -> Source:
         """Return a new source: this file, "" for the present one, with these weights, "" for its own.
 
         Args:
@@ -68,24 +68,24 @@ class Sources:
         """
         before = self.current
         return Source(
-            path or before.path, weights, self._numbers.source(), grant if path else before.grant, weights_grant=grant
+            path or before.path, weights, self._ids.next_source(), grant if path else before.grant, weights_grant=grant
         )
 
-    def anew(self) -> Source:
+    def renew_current(self) -> Source:
         """Read the present source again, of which nothing serves: return it with a new number."""
-        before, self.current = self.current, dataclasses.replace(self.current, number=self._numbers.source())
+        before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
         return self.current
 
-    def took_over(self, source: Source) -> None:
+    def on_take_over(self, source: Source) -> None:
         """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again.
 
         What has no snapshot has not served: nobody can go back to it.
         """
-        outdated, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
-        back = source == outdated
-        self.current, self.previous, self.undone = (source, None, before) if back else (source, before, None)
-        for each in (outdated, before):
+        oldest, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
+        is_rollback = source == oldest
+        self.current, self.previous, self.rolled_back = (source, None, before) if is_rollback else (source, before, None)
+        for each in (oldest, before):
             if each is not None:
                 self.drop(each)
 
@@ -97,15 +97,15 @@ class Sources:
     def records(self) -> list[SourceRecord]:
         """Return what the next daemon needs to `restore` them: those with a snapshot, the present one first."""
         return [
-            SourceRecord.of(each, there)
+            SourceRecord.from_source(each, there)
             for each in (self.current, self.previous)
             if each is not None and (there := self.snapshots.find(each)) is not None
         ]
 
     def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> Mapping[int, Source]:
         """Go on with what a daemon before this one had; return every source by its number."""
-        sources = {each.number: each.source for each in records}
+        sources = {each.number: each.restored_source for each in records}
         for each in records:
-            self.snapshots.restore(sources[each.number], each.taken)
+            self.snapshots.restore(sources[each.number], each.restored_snapshot)
         self.current, self.previous = sources[current], sources.get(previous)
         return sources

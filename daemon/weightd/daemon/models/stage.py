@@ -18,10 +18,10 @@ from weightd.daemon.models.budget import Room
 class Stage(enum.Enum):
     """What becomes of a generation that fails depends on it."""
 
-    FIRST = "first"  # nothing has served yet: what cannot be loaded is FAILED
-    KEEPING = "keeping"  # something has served: what is lost is loaded again and again
+    INITIAL = "first"  # nothing has served yet: what cannot be loaded is FAILED
+    ESTABLISHED = "keeping"  # something has served: what is lost is loaded again and again
     UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
-    AWAY = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
+    VACATED = "away"  # it has made room for another model of its name, and comes again if that cannot be loaded
     FAILED = "failed"  # nothing is loaded before a retry or an update
     REPAIRING = "repairing"  # an update is loaded where nothing has served
     STOPPING = "stopping"  # everything winds down
@@ -32,29 +32,29 @@ class StageEvent(enum.Enum):
 
     SERVE = "serve"
     UPDATE = "update"
-    SETTLE = "settle"
-    MAKE_WAY = "make way"
-    COME_AGAIN = "come again"
+    FINISH_UPDATE = "settle"
+    VACATE = "make way"
+    REINSTATE = "come again"
     FAIL = "fail"
     RETRY = "retry"
     STOP = "stop"
 
 
-LOADS = frozenset({Stage.FIRST, Stage.KEEPING, Stage.UPDATING, Stage.REPAIRING})
+LOADING_STATES = frozenset({Stage.INITIAL, Stage.ESTABLISHED, Stage.UPDATING, Stage.REPAIRING})
 
-STAGE: Mapping[tuple[Stage, StageEvent], Stage] = {
-    (Stage.FIRST, StageEvent.SERVE): Stage.KEEPING,
-    (Stage.FIRST, StageEvent.FAIL): Stage.FAILED,
-    (Stage.KEEPING, StageEvent.UPDATE): Stage.UPDATING,
-    (Stage.FAILED, StageEvent.RETRY): Stage.FIRST,
+DEPLOYMENT_TRANSITIONS: Mapping[tuple[Stage, StageEvent], Stage] = {
+    (Stage.INITIAL, StageEvent.SERVE): Stage.ESTABLISHED,
+    (Stage.INITIAL, StageEvent.FAIL): Stage.FAILED,
+    (Stage.ESTABLISHED, StageEvent.UPDATE): Stage.UPDATING,
+    (Stage.FAILED, StageEvent.RETRY): Stage.INITIAL,
     (Stage.FAILED, StageEvent.UPDATE): Stage.REPAIRING,
-    (Stage.REPAIRING, StageEvent.SETTLE): Stage.KEEPING,
+    (Stage.REPAIRING, StageEvent.FINISH_UPDATE): Stage.ESTABLISHED,
     (Stage.REPAIRING, StageEvent.FAIL): Stage.FAILED,
-    (Stage.UPDATING, StageEvent.SETTLE): Stage.KEEPING,
-    (Stage.KEEPING, StageEvent.MAKE_WAY): Stage.AWAY,
-    (Stage.AWAY, StageEvent.COME_AGAIN): Stage.KEEPING,
-    (Stage.AWAY, StageEvent.STOP): Stage.STOPPING,
-    **{(stage, StageEvent.STOP): Stage.STOPPING for stage in Stage if stage in LOADS},
+    (Stage.UPDATING, StageEvent.FINISH_UPDATE): Stage.ESTABLISHED,
+    (Stage.ESTABLISHED, StageEvent.VACATE): Stage.VACATED,
+    (Stage.VACATED, StageEvent.REINSTATE): Stage.ESTABLISHED,
+    (Stage.VACATED, StageEvent.STOP): Stage.STOPPING,
+    **{(stage, StageEvent.STOP): Stage.STOPPING for stage in Stage if stage in LOADING_STATES},
 }
 
 
@@ -66,8 +66,8 @@ class Predecessor(NamedTuple):
         make_way: has it leave, so that its room is free.
     """
 
-    labels: Callable[[], list[str]]
-    make_way: Callable[[float], object]
+    generation_labels: Callable[[], list[str]]
+    vacate: Callable[[float], object]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Succession:
     """
 
     policy: Policy
-    fall_back: bool = False
+    should_fall_back: bool = False
     process_bytes: int = 0
     buffer_bytes: int = 0
 
@@ -103,89 +103,89 @@ class Deployed:
     """
 
     def __init__(self, device: Room, terms: Terms) -> None:
-        self.device = device
-        self.terms = terms
+        self.placement = device
+        self.spec = terms
         self.serving: Life | None = None
-        self.coming: Life | None = None
-        self.leaving: list[Life] = []
+        self.loading: Life | None = None
+        self.draining: list[Life] = []
         # The one that tells why there is none, or no better one.
-        self._blamed: Life | None = None
-        self._last: Life | None = None
-        self._is_unserved = False
+        self._failed_generation: Life | None = None
+        self._last_generation: Life | None = None
+        self._is_failing = False
         # What the next generation loads, once there may be one.
-        self._wanted: Source | None = None
-        self._machine = Machine(STAGE, Stage.FIRST, f"a deployment on {device.name}", {})
+        self._wanted_source: Source | None = None
+        self._machine = Machine(DEPLOYMENT_TRANSITIONS, Stage.INITIAL, f"a deployment on {device.name}", {})
         self.predecessor: Predecessor | None = None
 
     @property
-    def _stage(self) -> Stage:
+    def _state(self) -> Stage:
         return self._machine.state
 
     @property
     def generations(self) -> list[Life]:
         """Every generation of which something is left, the one that serves first."""
-        return [each for each in (self.serving, self.coming, *self.leaving) if each is not None]
+        return [each for each in (self.serving, self.loading, *self.draining) if each is not None]
 
     @property
     def cause(self) -> str:
         """Why there is no generation, or no better one; more of it may be known once its processes are gone."""
-        return self._blamed.cause if self._blamed is not None else ""
+        return self._failed_generation.cause if self._failed_generation is not None else ""
 
     @property
     def may_recover(self) -> bool:
         """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
-        return self._blamed is None or self._blamed.outlook is Outlook.BETTER or self._stage is Stage.STOPPING
+        return self._failed_generation is None or self._failed_generation.retry_hint is Outlook.MAY_SUCCEED or self._state is Stage.STOPPING
 
     @property
-    def main(self) -> Life:
+    def main_generation(self) -> Life:
         """The generation that tells how it stands."""
-        generation = self.serving or self.coming or self._last
+        generation = self.serving or self.loading or self._last_generation
         if generation is None:
             raise RuntimeError("asked before the start")
         return generation
 
     @property
-    def complete(self) -> bool:
+    def is_update_ready(self) -> bool:
         """Whether what `update` has loaded can take over."""
-        return self.updating and self.coming is not None and self.coming.complete and self.coming.full
+        return self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
 
     @property
-    def updating(self) -> bool:
+    def is_updating(self) -> bool:
         """Whether what `update` has loaded is still on its way."""
-        return self._stage in (Stage.UPDATING, Stage.REPAIRING)
+        return self._state in (Stage.UPDATING, Stage.REPAIRING)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether nothing has served and nothing is loaded, until a retry or an update."""
-        return self._stage is Stage.FAILED
+        return self._state is Stage.FAILED
 
     @property
-    def is_unserved(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether it has `failed`, and no attempt since has succeeded."""
-        return self._is_unserved
+        return self._is_failing
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         """Whether it has failed of a cause that may go away by itself."""
-        return self.failed and self._blamed is not None and self._blamed.transient
+        return self.has_failed and self._failed_generation is not None and self._failed_generation.is_transient
 
     @property
     def is_lost(self) -> bool:
         """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
-        awaits = self.coming is not None and self.coming.awaits
-        return self._stage is Stage.KEEPING and self.serving is None and not awaits
+        is_reconnecting = self.loading is not None and self.loading.is_reconnecting
+        return self._state is Stage.ESTABLISHED and self.serving is None and not is_reconnecting
 
     @property
-    def renews(self) -> bool:
+    def is_being_replaced(self) -> bool:
         """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
-        return self._stage is Stage.KEEPING and self.serving is not None and self.serving.needs_renewal
+        return self._state is Stage.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
 
     @property
-    def is_away(self) -> bool:
+    def is_vacated(self) -> bool:
         """Whether it has made room for another model of its name."""
-        return self._stage is Stage.AWAY
+        return self._state is Stage.VACATED
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a generation loads, or has to, or may have to again."""
-        return self.coming is not None or self._wanted is not None or self.is_away
+        return self.loading is not None or self._wanted_source is not None or self.is_vacated

@@ -28,7 +28,7 @@ class PhaseEvent(enum.Enum):
     CLOSE = "close"
 
 
-PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
+MODEL_PHASE_TRANSITIONS: Mapping[tuple[Phase, PhaseEvent], Phase] = {
     (Phase.OPEN, PhaseEvent.REPLACE): Phase.REPLACED,
     (Phase.CLOSED, PhaseEvent.REPLACE): Phase.CLOSED,  # a stop while another model loads: nothing waits any more
     **{(phase, PhaseEvent.CLOSE): Phase.CLOSED for phase in Phase},
@@ -38,58 +38,58 @@ PHASE: Mapping[tuple[Phase, PhaseEvent], Phase] = {
 class Refusal(NamedTuple):
     """Why nobody serves a model, or loads it: requests are refused at once."""
 
-    kind: type[RequestError]
-    text: str
+    error_type: type[RequestError]
+    message: str
 
-    def error(self) -> RequestError:
+    def to_error(self) -> RequestError:
         """Return what a client is told."""
-        return self.kind(self.text)
+        return self.error_type(self.message)
 
 
-def refusal(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
+def find_unavailable(name: str, deployments: Sequence[Deployment]) -> Refusal | None:
     """Return why nobody serves the model of this name, or loads it, if that is so."""
-    if all(each.failed for each in deployments):
+    if all(each.has_failed for each in deployments):
         causes = list(dict.fromkeys(each.cause for each in deployments))
         # The client may try again where the daemon does.
-        kind = Unavailable if any(each.transient for each in deployments) else FailedPrecondition
-        return Refusal(kind, f"{name} failed: {'; '.join(causes)}")
-    if any(each.serving is not None or each.busy for each in deployments):
+        error_type = Unavailable if any(each.is_transient for each in deployments) else FailedPrecondition
+        return Refusal(error_type, f"{name} failed: {'; '.join(causes)}")
+    if any(each.serving is not None or each.is_busy for each in deployments):
         return None
     return Refusal(Unavailable, f"{name} is being unloaded")
 
 
-def main(deployments: Sequence[Deployment]) -> Deployment:
+def main_deployment(deployments: Sequence[Deployment]) -> Deployment:
     """Return the deployment that tells how the model stands: one that serves it, if any does."""
     return next((each for each in deployments if each.serving is not None), deployments[0])
 
 
-def built(deployments: Sequence[Deployment]) -> Built | None:
+def find_built(deployments: Sequence[Deployment]) -> Built | None:
     """Return what a holder has told of the model, if one has whose generation has not ended."""
     active = (each for deployment in deployments for each in deployment.generations if each.state in ACTIVE)
     return next((each.built for each in active if each.built is not None), None)
 
 
-def explained(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
+def explain_error(error: RequestError, name: str, deployments: Sequence[Deployment]) -> RequestError:
     """Return what a deadline says where there was nobody who could have answered; other errors say what they say."""
     serving = [each.serving for each in deployments if each.serving is not None]
-    if not isinstance(error, DeadlineExceeded) or any(each.enlisted for each in serving):
+    if not isinstance(error, DeadlineExceeded) or any(each.serving_processes for each in serving):
         return error
-    told = main(deployments).main
-    if serving and not told.cause:
+    generation = main_deployment(deployments).main_generation
+    if serving and not generation.cause:
         return error  # a worker has died, and the next one is on its way
-    cause = told.cause or deployments[0].cause or "not ready yet"
-    return Unavailable(f"{name} has no worker: {told.progress}, {cause}")
+    cause = generation.cause or deployments[0].cause or "not ready yet"
+    return Unavailable(f"{name} has no worker: {generation.progress}, {cause}")
 
 
-def unready(name: str, deployments: Sequence[Deployment], watchdog: Watchdog, now: float) -> str:
+def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watchdog, now: float) -> str:
     """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
     serving = [each.serving for each in deployments if each.serving is not None]
     if not serving:
-        why, told = refusal(name, deployments), main(deployments).main
-        return why.text if why is not None else f"{name}: {told.progress}{f', {told.cause}' if told.cause else ''}"
-    silence = watchdog.unheard_of([process for each in serving for process in each.enlisted], now)
-    if silence is None:
+        unavailable, generation = find_unavailable(name, deployments), main_deployment(deployments).main_generation
+        return unavailable.message if unavailable is not None else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
+    silence_s = watchdog.unheard_of([process for each in serving for process in each.serving_processes], now)
+    if silence_s is None:
         return ""
-    if silence == float("inf"):
+    if silence_s == float("inf"):
         return f"{name}: no worker is there; they are being replaced"
-    return f"{name}: no worker has answered for {silence:.1f} s, watchdog is {watchdog.period:g} s"
+    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {watchdog.period:g} s"

@@ -9,41 +9,41 @@ from weightd.daemon.generations.plan import CONCAT
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.models import rows
 from weightd.daemon.models.deployment import Deployment
-from weightd.daemon.models.ranks import rank_of
+from weightd.daemon.models.ranks import rank_number
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.protocol.messages.children import Broken, ChildMessage
 from weightd.protocol.messages.ranks import Entered, Warmed
 
 
-def heard(child: str, deployment: Deployment, generation: Life, desk: Desk, message: ChildMessage, now: float) -> None:
+def on_message(child: str, deployment: Deployment, generation: Life, dispatcher: Desk, message: ChildMessage, now: float) -> None:
     """A child has said what only processes of units say, or one of a unit what none of these says."""
-    what = type(message).__name__.lower()
+    message_name = type(message).__name__.lower()
     match generation, message:
         case Unit(), Entered():
-            generation.entered(child, message, now)
-            difference = "" if generation.built is None else desk.signature.differs(generation.built)
+            generation.on_joined(child, message, now)
+            difference = "" if generation.built is None else dispatcher.signature.differs(generation.built)
             if difference:
-                generation.failed(f"the new model is not a drop-in for the one that serves: {difference}", now)
-            deployment.told(generation, message.device, _rank(generation, child))
+                generation.fail(f"the new model is not a drop-in for the one that serves: {difference}", now)
+            deployment.on_device_memory(generation, message.device, _rank_of_process(generation, child))
         case Unit(), Warmed():
-            generation.warmed(child, message, now)
-            deployment.told(generation, message.device, _rank(generation, child))
+            generation.on_selftest_done(child, message, now)
+            deployment.on_device_memory(generation, message.device, _rank_of_process(generation, child))
         case Unit(), _:
-            generation.astray(child, what, now)
+            generation.on_unexpected_message(child, message_name, now)
         case _:
-            generation.broken(child, Broken(f"it said {what}, and is of no unit"), now)
+            generation.on_process_failed(child, Broken(f"it said {message_name}, and is of no unit"), now)
 
 
-def enlist(unit: Unit, config: ModelConfig, desk: Desk, now: float) -> None:
+def add_slot(generation: Unit, config: ModelConfig, dispatcher: Desk, now: float) -> None:
     """Let all ranks together take requests."""
-    for seat, processes in unit.seats.items():
-        reply = None if unit.ranks.reply == CONCAT else processes[unit.ranks.reply]
-        others = [each.name for each in unit.children.values() if each.role is Role.BROKER]
-        lockstep = Lockstep(processes, reply, unit.step)
-        desk.enlist_ranks(seat, lockstep, now, others=others, device=unit.device, terms=rows.terms(config, unit))
+    for seat, processes in generation.slots.items():
+        reply = None if generation.group_spec.reply_rank == CONCAT else processes[generation.group_spec.reply_rank]
+        others = [each.name for each in generation.children.values() if each.role is Role.BROKER]
+        lockstep = Lockstep(processes, reply, generation.step)
+        dispatcher.enlist_ranks(seat, lockstep, now, others=others, device=generation.device, terms=rows.batching_policy(config, generation))
 
 
-def _rank(unit: Unit, child: str) -> int:
-    there = unit.children.get(child)
-    return (rank_of(there) or 0) if there is not None else 0
+def _rank_of_process(generation: Unit, child: str) -> int:
+    process = generation.children.get(child)
+    return (rank_number(process) or 0) if process is not None else 0

@@ -20,14 +20,14 @@ from weightd.shared.reach import Grant
 class Operators(Protocol):
     """What those have to be told who have asked for an update."""
 
-    def tell_updated(self, client: bytes, response: UpdateResponse) -> None:
+    def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Tell the client that an update has taken over."""
 
-    def tell_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Tell the client that the update has failed."""
 
 
-class _Update(NamedTuple):
+class _Rollout(NamedTuple):
     """An update under way, and who waits for its end."""
 
     client: bytes
@@ -52,24 +52,24 @@ class Updates:
         name: str,
         config: ModelConfig,
         deployments: Sequence[Deployment],
-        sources: Sources,
-        desk: Desk,
-        operators: Operators,
+        versions: Sources,
+        dispatcher: Desk,
+        update_sink: Operators,
     ) -> None:
         self._name = name
         self._config = config
         self._deployments = deployments
-        self._sources = sources
-        self._desk = desk
-        self._operators = operators
-        self._update: _Update | None = None
+        self._versions = versions
+        self._dispatcher = dispatcher
+        self._update_sink = update_sink
+        self._current: _Rollout | None = None
 
     @property
-    def under_way(self) -> bool:
+    def is_in_progress(self) -> bool:
         """Whether there is one."""
-        return self._update is not None
+        return self._current is not None
 
-    def begin(  # noqa: PLR0913
+    def start(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
     ) -> None:
         """Load what is at `path` beside what serves, as `Model.update` says.
@@ -77,68 +77,68 @@ class Updates:
         Raises:
             RequestError: it is refused; nothing has changed.
         """
-        if self._update is not None:
+        if self._current is not None:
             raise Unavailable(f"{self._name} is being updated already")
         for each in self._deployments:
-            if not (each.failed or each.is_lost or each.renews) and (each.serving is None or each.busy):
-                raise Unavailable(f"{self._name} is loading on {each.device.name}: try again once it serves")
+            if not (each.has_failed or each.is_lost or each.is_being_replaced) and (each.serving is None or each.is_busy):
+                raise Unavailable(f"{self._name} is loading on {each.placement.name}: try again once it serves")
         if rollback:
-            source = self._previous()
+            source = self._rollback_target()
         else:
             self._check_file(path)
-            source = self._sources.new(path, weights, grant)
-        self._update = _Update(client, request_id, source)
+            source = self._versions.create(path, weights, grant)
+        self._current = _Rollout(client, request_id, source)
         for deployment in self._deployments:
             deployment.update(source, now)
 
-    def settle(self, now: float) -> bool:
+    def reconcile(self, now: float) -> bool:
         """See whether what is under way can take over, or has failed; return whether it has ended."""
-        update = self._update
-        if update is None:
+        rollout = self._current
+        if rollout is None:
             return False
-        failed = next((each for each in self._deployments if not each.updating), None)
-        if failed is not None:
-            self._update = None
-            self._give_up(update, failed, now)
-        elif all(each.complete for each in self._deployments):
-            self._update = None
-            self._take_over(update, now)
-        return self._update is None
+        failed_deployment = next((each for each in self._deployments if not each.is_updating), None)
+        if failed_deployment is not None:
+            self._current = None
+            self._abort(rollout, failed_deployment, now)
+        elif all(each.is_update_ready for each in self._deployments):
+            self._current = None
+            self._take_over(rollout, now)
+        return self._current is None
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _give_up(self, update: _Update, failed: Deployment, now: float) -> None:
-        cause = failed.cause or "weightd is stopping"
+    def _abort(self, rollout: _Rollout, failed_deployment: Deployment, now: float) -> None:
+        cause = failed_deployment.cause or "weightd is stopping"
         for deployment in self._deployments:
             deployment.abandon(f"given up: {cause}", now)
-        self._sources.drop(update.source)
-        error = Unavailable if failed.may_recover else FailedPrecondition
-        self._operators.tell_failed(update.client, update.request_id, error(f"not updated: {cause}"))
+        self._versions.drop(rollout.source)
+        error_type = Unavailable if failed_deployment.may_recover else FailedPrecondition
+        self._update_sink.reply_failed(rollout.client, rollout.request_id, error_type(f"not updated: {cause}"))
 
-    def _take_over(self, update: _Update, now: float) -> None:
+    def _take_over(self, rollout: _Rollout, now: float) -> None:
         for deployment in self._deployments:
-            deployment.switch(now)
-        self._sources.took_over(update.source)
-        self._desk.renew(self._deployments[0].main.built)
-        numbers = tuple(each.main.number for each in self._deployments)
-        serves = self._sources.current
-        self._operators.tell_updated(
-            update.client,
+            deployment.switch_to_loaded(now)
+        self._versions.on_take_over(rollout.source)
+        self._dispatcher.renew(self._deployments[0].main_generation.built)
+        generation_numbers = tuple(each.main_generation.number for each in self._deployments)
+        current = self._versions.current
+        self._update_sink.reply_updated(
+            rollout.client,
             UpdateResponse(
-                update.request_id, self._name, numbers, serves.path, serves.weights, configured=self._config.path
+                rollout.request_id, self._name, generation_numbers, current.path, current.weights, configured=self._config.path
             ),
         )
 
-    def _previous(self) -> Source:
+    def _rollback_target(self) -> Source:
         """What a rollback goes back to: once. A second one would bring back what was found wanting."""
-        there = self._sources
-        if there.previous is not None:
-            return there.previous
-        if there.undone is not None:
-            went = f"from {there.undone} to {there.current}"
+        versions = self._versions
+        if versions.previous is not None:
+            return versions.previous
+        if versions.rolled_back is not None:
+            went = f"from {versions.rolled_back} to {versions.current}"
             raise FailedPrecondition(f"{self._name} was rolled back already, {went}: update it to go forth again")
         raise FailedPrecondition(
-            f"there is nothing to go back to: {self._name} serves {there.current}, and nothing before it is kept"
+            f"there is nothing to go back to: {self._name} serves {versions.current}, and nothing before it is kept"
         )
 
     def _check_file(self, path: str) -> None:

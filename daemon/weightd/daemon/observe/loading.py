@@ -63,35 +63,35 @@ class Loading:
     def share(self, label: str, now: float) -> Share:
         """Return how far a generation is; nothing of one that does not load."""
         load = self._loads.get(label)
-        return NOTHING if load is None else load.share(now)
+        return NOTHING if load is None else load.progress(now)
 
     def told(self, label: str, now: float) -> str:
         """Return the same for people, "" where nothing is known."""
         share = self.share(label, now)
-        if share.done is None and share.copied is not None:
-            return f"{loading.percent(share.copied)} % copied"
-        return loading.told(share.done, share.left_s)
+        if share.fraction_done is None and share.fraction_copied is not None:
+            return f"{loading.percent(share.fraction_copied)} % copied"
+        return loading.told(share.fraction_done, share.remaining_s)
 
     def _look(self, label: str, model: Model, generation: Life, now: float) -> None:
-        load, nbytes = self._loads.get(label), model.pinned_bytes(generation)
+        load, nbytes = self._loads.get(label), model.snapshot_bytes(generation)
         if load is None:
             load = self._loads[label] = Load(self.paces.get(_name(label)), now)
             if nbytes is not None:
                 # It was copied for another one.
-                load.pinned(nbytes, now)
-        if not load.is_pinned:
+                load.on_copied(nbytes, now)
+        if not load.is_copied:
             copied = self._copied(model.name, generation.source)
             if copied is not None:
-                load.copying(*copied)
+                load.on_copy_progress(*copied)
         if nbytes is not None:
-            load.pinned(nbytes, now)
-        if generation.state is not GenerationState.PINNING:
-            load.loads(now)
+            load.on_copied(nbytes, now)
+        if generation.state is not GenerationState.SNAPSHOTTING:
+            load.on_load_started(now)
 
     def _ended(self, label: str, generation: Life, now: float) -> None:
         """It loads no more: if it serves, the next one is known better."""
         load = self._loads.pop(label)
-        pace = load.serves(now) if generation.state is GenerationState.SERVING else None
+        pace = load.on_serving(now) if generation.state is GenerationState.SERVING else None
         if pace is not None:
             self._remember(_name(label), pace)
 

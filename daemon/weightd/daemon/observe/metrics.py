@@ -97,11 +97,11 @@ def _everything(request_id: str, moment: Moment, counted: Counted) -> MetricsRes
 
 
 def _model(model: Model, meters: Meters, footing: Footing, moment: Moment) -> ModelMetrics:
-    meter, main, desk = meters.of(model.name), model.main, model.desk
+    meter, main, desk = meters.of(model.name), model.main_generation, model.dispatcher
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.state.told,
+        state=model.state.display_name,
         ready=_is_ready(model, moment),
         generation=main.number,
         sha256=main.sha256,
@@ -128,7 +128,7 @@ def _model(model: Model, meters: Meters, footing: Footing, moment: Moment) -> Mo
 
 def _processes(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
     there = Counter(
-        (role_of(generation, child), child.state.told) for generation in generations for child in generation.alive()
+        (role_of(generation, child), child.state.display_name) for generation in generations for child in generation.alive()
     )
     counted = sorted(there.items())[: limits.MAX_PROCESS_COUNTS]
     return tuple(ProcessCount(role, state, count) for (role, state), count in counted)
@@ -136,12 +136,12 @@ def _processes(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
 
 def role_of(generation: Life, child: Child) -> str:
     """Return what a process is for: a worker that takes no requests yet is a spare."""
-    is_spare = child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.enlisted
+    is_spare = child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.serving_processes
     return "spare" if is_spare else child.role.value
 
 
 def _is_ready(model: Model, moment: Moment) -> bool:
-    return moment.state == "running" and not model.unready(moment.now)
+    return moment.state == "running" and not model.unready_reason(moment.now)
 
 
 def _own(request_id: str, moment: Moment, viewer: Viewer, counted: Counted) -> MetricsResponse:
@@ -169,7 +169,7 @@ def _own_model(model: Model, tenant: Tenant, queued: Queued, moment: Moment) -> 
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.state.told,
+        state=model.state.display_name,
         ready=_is_ready(model, moment),
         generation=0,
         sha256="",

@@ -34,7 +34,7 @@ def _model(model: Model, tenant: Tenant, accounts: Accounts, queued: Queued) -> 
         name=model.name,
         engine=model.config.engine,
         path="",
-        state=model.state.told,
+        state=model.state.display_name,
         queued=queued.get((tenant.name, model.name), 0),
         served=account.served,
         failed=account.failed,

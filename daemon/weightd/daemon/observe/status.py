@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 
 from weightd.daemon.children.files import GenerationFiles
 from weightd.daemon.children.forkservers import ForkServer
-from weightd.daemon.engines.ascend import on_card
+from weightd.daemon.engines.ascend import card_bytes
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.life import Life
-from weightd.daemon.generations.progress import proved
+from weightd.daemon.generations.progress import describe_selftest
 from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host import cgroup, clock
 from weightd.daemon.host.memory import resident_bytes
@@ -125,23 +125,23 @@ def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
         name=model.name,
         engine=model.config.engine,
         path=clip(model.source.path),
-        state=model.state.told,
-        queued=model.desk.scheduler.line.count,
-        served=model.desk.latencies.count,
-        failed=model.desk.failed,
+        state=model.state.display_name,
+        queued=model.dispatcher.scheduler.line.count,
+        served=model.dispatcher.latencies.count,
+        failed=model.dispatcher.failed,
         generations=tuple(
             _generation(model, generation, survey, subject)
             for generation in model.generations[: limits.MAX_GENERATIONS]
         ),
-        p50_us=model.desk.latencies.percentile_us(50),
-        p99_us=model.desk.latencies.percentile_us(99),
+        p50_us=model.dispatcher.latencies.percentile_us(50),
+        p99_us=model.dispatcher.latencies.percentile_us(99),
         deaths=model.deaths,
-        quarantined=model.desk.guard.quarantine.count(clock.now()),
+        quarantined=model.dispatcher.guard.quarantine.count(clock.now()),
         note=clip(_note(model)),
         weights=clip(model.source.weights),
-        executions=_executions(model.desk.scheduler.tally),
+        executions=_executions(model.dispatcher.scheduler.tally),
         group=model.config.group.name if model.config.group is not None else "",
-        retry_s=model.retry_in(clock.now()),
+        retry_s=model.retry_delay_s(clock.now()),
     )
 
 
@@ -151,9 +151,9 @@ def _executions(tally: Tally) -> ExecutionsStatus:
 
 
 def _note(model: Model) -> str:
-    suspects = ", ".join(model.desk.guard.suspects.names(clock.now()))
+    suspects = ", ".join(model.dispatcher.guard.suspects.names(clock.now()))
     blame = f"workers were lost to requests of {suspects}" if suspects else ""
-    renewing = [each.cause for each in model.deployments if each.serving is not None and each.serving.needs_renewal]
+    renewing = [each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced]
     renewal = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in renewing if cause))
     return "; ".join(each for each in (model.note, renewal, blame) if each)
 
@@ -175,28 +175,28 @@ def _generation(
     return GenerationStatus(
         number=generation.number,
         device=generation.device,
-        state=generation.state.told,
+        state=generation.state.display_name,
         progress=_progress(generation, share),
         cause=clip(generation.cause),
         sha256=generation.sha256,
         copy_bytes=copy,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy is None else max(0, shared - copy) if copy else 0,
-        canary=clip(proved(_built(model, generation))),
+        canary=clip(describe_selftest(_built(model, generation))),
         processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
-        rows=clip(rows.told(model.config, generation)),
-        done=share.done,
-        left_s=share.left_s,
+        rows=clip(rows.describe_batching(model.config, generation)),
+        done=share.fraction_done,
+        left_s=share.remaining_s,
         max_rows=rows.max_rows(model.config, generation),
     )
 
 
 def _progress(generation: Life, share: Share) -> str:
     """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
-    if share.done is not None or share.copied is None:
+    if share.fraction_done is not None or share.fraction_copied is None:
         return generation.progress
-    return f"{generation.progress}, {loading.percent(share.copied)} % copied"
+    return f"{generation.progress}, {loading.percent(share.fraction_copied)} % copied"
 
 
 def _built(model: Model, generation: Life) -> Built | None:
@@ -208,15 +208,15 @@ def _built(model: Model, generation: Life) -> Built | None:
 
 
 def _process(model: Model, generation: Life, child: Child, pid: int, survey: Survey) -> ProcessStatus:
-    latencies = model.desk.by_process.get(child.name)
+    latencies = model.dispatcher.by_process.get(child.name)
     hello = child.hello
     return ProcessStatus(
         name=child.name,
         role=role_of(generation, child),
-        state=child.state.told,
+        state=child.state.display_name,
         pid=pid,
         served=latencies.count if latencies else 0,
-        in_flight=model.desk.scheduler.seats.in_flight(child.name),
+        in_flight=model.dispatcher.scheduler.seats.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
         pss_bytes=survey.pss(pid),
@@ -239,15 +239,15 @@ def _fork_server(server: ForkServer, survey: Survey, processes: Mapping[str, Pro
 
 
 def _device(device: Device) -> DeviceStatus:
-    needs = device.promised.values()
+    needs = device.reserved.values()
     return DeviceStatus(
         name=device.name,
-        processes=device.processes,
+        processes=device.process_count,
         max_processes=device.max_processes or 0,
-        weights_bytes=sum(need.copies * on_card(need.weights) for need in needs),
-        process_bytes=sum(need.processes * need.process_bytes for need in needs),
-        saved_bytes=sum((need.users - need.copies) * on_card(need.weights) for need in needs),
-        capacity_bytes=device.capacity,
-        free_bytes=device.free,
+        weights_bytes=sum(need.copy_count * card_bytes(need.weight_bytes) for need in needs),
+        process_bytes=sum(need.process_count * need.process_bytes for need in needs),
+        saved_bytes=sum((need.worker_count - need.copy_count) * card_bytes(need.weight_bytes) for need in needs),
+        capacity_bytes=device.capacity_bytes,
+        free_bytes=device.free_bytes,
         buffer_bytes=sum(need.buffer_bytes for need in needs),
     )

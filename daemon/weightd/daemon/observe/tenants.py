@@ -19,7 +19,7 @@ def waiting(models: Iterable[Model]) -> Queued:
     """Return how many requests wait, by tenant and model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
-        for tenant, count in model.desk.scheduler.line.counts.items():
+        for tenant, count in model.dispatcher.scheduler.line.counts.items():
             queued[tenant.name, model.name] = count
     return queued
 

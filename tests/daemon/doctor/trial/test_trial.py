@@ -164,7 +164,7 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
     assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
     children = Scripted(deaths=[Died("killed by SIGSEGV")])
     with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):
-        trial.load_model(children, Canary(search=False, cases=(TRIED,)), should_attach=False)
+        trial.load_model(children, Canary(should_search=False, cases=(TRIED,)), should_attach=False)
 
 
 def test_an_input_is_made_without_numpy() -> None:

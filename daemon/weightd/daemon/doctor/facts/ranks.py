@@ -46,7 +46,7 @@ def read_network(environment: Mapping[str, str], root: Path = Path("/")) -> Netw
             text = file.read(_MAX_CONF_BYTES).decode("utf-8", "replace")
     except OSError as error:
         return Network(hccl_path, searched_dirs, conf_error=error.strerror or str(error))
-    return Network(hccl_path, searched_dirs, ranktable.addresses(text))
+    return Network(hccl_path, searched_dirs, ranktable.parse_addresses(text))
 
 
 def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:

@@ -63,14 +63,14 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             device,
             threads=model.threads,
             sharing=is_shared,
-            options=model.engine_options.json(),
+            options=model.engine_options.to_json(),
             sample=canary_config.inputs_path(model.canary),
             tolerance=model.canary_tolerance,
             cores=model.cores_of(device),
         )
         with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load_model(children, Canary.configured(model.canary), should_attach=not is_cpu(device))
+                built, attached = trial.load_model(children, Canary.from_config(model.canary), should_attach=not is_cpu(device))
             except ChildError as error:
                 return str(error), ""
         if children.survivors:

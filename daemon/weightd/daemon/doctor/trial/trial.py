@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from weightd.daemon.doctor.trial.children import ChildError, Children, Confused, Died, Hung
 from weightd.daemon.generations.plan import Canary
-from weightd.daemon.generations.tries import Tries, described
+from weightd.daemon.generations.tries import Tries, describe_cases
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.messages.children import (
     Allow,
@@ -162,13 +162,13 @@ def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) ->
     """Build; a holder that is lost in its search for a canary is followed by another one, as in `serve`."""
     search = Tries(selftest)
     while True:
-        children.send_order(HOLDER, search.order(pids))
+        children.send_order(HOLDER, search.build_message(pids))
         try:
-            return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.told)[0]
+            return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest)[0]
         except ChildError as error:
             from_outside = isinstance(error, Died) and error.exit_cause.from_outside
-            tried = described(search.trying)
-            if not search.lost(is_slow=isinstance(error, Hung), from_outside=from_outside):
+            tried = describe_cases(search.current_cases)
+            if not search.on_holder_lost(has_timed_out=isinstance(error, Hung), is_external=from_outside):
                 if tried:
                     raise type(error)(f"{error}; it ran the canary, {tried}") from None
                 raise

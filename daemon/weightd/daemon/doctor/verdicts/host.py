@@ -9,7 +9,7 @@ from weightd.daemon.doctor.facts.host import FIRST_VIRTUAL_ID, Card, Host
 from weightd.daemon.doctor.facts.interpreter import Report
 from weightd.daemon.doctor.verdicts.access import CONTAINER_ADVICE, NODES, SERVICE
 from weightd.daemon.doctor.verdicts.finding import PROCESS_EXITS, INTERPRETER, Finding, failed, passed, untestable
-from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_OF_A_GUEST
+from weightd.daemon.engines.ascend import MAX_PROCESSES, MAX_PROCESSES_IN_VM
 from weightd.daemon.host.memory import MIB
 from weightd.protocol.version import VERSION
 
@@ -206,7 +206,7 @@ def check_memory(report: Report, device: int) -> Finding:
 
 def max_processes(host: Host) -> int:
     """Return how many processes a device of this host takes."""
-    return MAX_PROCESSES_OF_A_GUEST if host.is_virtual_machine else MAX_PROCESSES
+    return MAX_PROCESSES_IN_VM if host.is_virtual_machine else MAX_PROCESSES
 
 
 def check_processes(host: Host, card: Card | None, process_count: int | OSError, device: int) -> Finding:

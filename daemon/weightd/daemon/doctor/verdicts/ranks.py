@@ -119,7 +119,7 @@ def check_rank_table(devices: CardNumbers, network: Network, path: str, rank_tab
     count = f"{path}: {len(rank_table.devices)} ranks on {rank_table.server}"
     if not devices:
         return untestable(TABLE, f"{count}; it is good by itself, there are no cards to compare it with")
-    problems = list(ranktable.of_devices(rank_table, devices))
+    problems = list(ranktable.device_problems(rank_table, devices))
     for (name, number), each in zip(devices.items(), rank_table.devices, strict=False):
         known = network.addresses.get(-1 if number is None else number, "")
         if each.ip and known and each.ip != known:
