@@ -30,7 +30,7 @@ from weightd.protocol.messages.status import StatusResponse
 
 def begun(path: Path) -> Any:
     file = ConfigFile(path, Manager({}))
-    return Server(file.begin(), file)
+    return Server(file.load_initial(), file)
 
 
 def reload(server: Any, now: float) -> Change:

@@ -11,10 +11,10 @@ from weightd.daemon.shutdown import Event, Shutdown, State
 LISTED: dict[tuple[Event, ...], tuple[bool, bool, bool]] = {
     (): (False, False, False),
     (Event.STOP,): (True, True, False),
-    (Event.STOP, Event.DONE): (True, False, True),
-    (Event.STOP, Event.INSIST): (True, False, True),
-    (Event.STOP, Event.DONE, Event.INSIST): (True, False, True),
-    (Event.STOP, Event.INSIST, Event.INSIST): (True, False, True),
+    (Event.STOP, Event.DRAINED): (True, False, True),
+    (Event.STOP, Event.FORCE): (True, False, True),
+    (Event.STOP, Event.DRAINED, Event.FORCE): (True, False, True),
+    (Event.STOP, Event.FORCE, Event.FORCE): (True, False, True),
 }
 
 
@@ -24,8 +24,8 @@ def test_what_is_listed_is_legal_and_nothing_else(events: tuple[Event, ...]) -> 
     for index, event in enumerate(events, 1):
         if events[:index] not in LISTED:
             with pytest.raises(IllegalTransition):
-                shutdown.on(event)
+                shutdown.handle(event)
             return
-        shutdown.on(event)
-    assert (shutdown.begun, shutdown.finishing, shutdown.ending) == LISTED[events]
+        shutdown.handle(event)
+    assert (shutdown.has_begun, shutdown.is_draining, shutdown.is_stopping) == LISTED[events]
     assert len(State) == 3

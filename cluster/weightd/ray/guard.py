@@ -116,7 +116,7 @@ class Guard:
 
     def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
         """Return when the daemon has ended; or, and then True, when this is to end."""
-        died = exitwatch.watch(daemon.pid)
+        died = exitwatch.watch_exit(daemon.pid)
         try:
             return not {died}.issuperset(select.select([died, *self._ended], [], [])[0])
         finally:

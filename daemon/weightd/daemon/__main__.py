@@ -33,19 +33,19 @@ def main() -> int:
         from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
 
         serve_as_init()
-        forked = None
-        if _serves(sys.argv[1:]):
+        zygote_process = None
+        if _is_serve_command(sys.argv[1:]):
             from weightd.daemon.gate import zygote  # noqa: PLC0415 - only these modules are there when it is forked
 
             # Where the kernel refuses, the daemon says why, and tries again later.
             with contextlib.suppress(OSError):
-                forked = zygote.fork()
+                zygote_process = zygote.fork()
         with uncollected():
             from weightd.daemon import command  # noqa: PLC0415 - it takes a few tenths of a second
-    return command.main(zygote=forked)
+    return command.main(zygote=zygote_process)
 
 
-def _serves(arguments: Sequence[str]) -> bool:
+def _is_serve_command(arguments: Sequence[str]) -> bool:
     """Whether this is to be a daemon, which has gates."""
     name = next((each for each in arguments if not each.startswith("-")), "")
     return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)

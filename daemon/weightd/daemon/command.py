@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
         status: int = options.run(options)
     except ConfigError as error:
         for problem in error.problems:
-            logs.complain(problem)
+            logs.print_error(problem)
         return exits.CONFIG
     except ClaimError as error:
-        logs.complain(str(error))
+        logs.print_error(str(error))
         return exits.CANNOT_CREATE
     except KeyboardInterrupt:
         return exits.INTERRUPTED
@@ -62,8 +62,8 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 def _serve(options: argparse.Namespace) -> int:
     manager = Manager(os.environ)
     file = ConfigFile((options.config or default_path()).absolute(), manager)
-    config = file.begin()
-    environment.reduce(os.environ, config.daemon.pass_environment)
+    config = file.load_initial()
+    environment.remove_unlisted(os.environ, config.daemon.pass_environment)
     return Server(config, file, manager, zygote=options.zygote).run()
 
 
@@ -85,24 +85,24 @@ def _run(options: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         for problem in error.problems:
-            logs.complain(_of_argument(problem, name))
+            logs.print_error(_name_argument(problem, name))
         return exits.USAGE
-    environment.reduce(os.environ)
-    return Server(config, one_shot=_command(config.daemon.socket, name), zygote=options.zygote).run()
+    environment.remove_unlisted(os.environ)
+    return Server(config, one_shot=_example_command(config.daemon.socket, name), zygote=options.zygote).run()
 
 
-def _command(socket: str, model: str) -> str:
+def _example_command(socket: str, model: str) -> str:
     """Return what asks a model, for who copies it into another terminal."""
-    where = [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _for_clients(socket)]
-    return shlex.join(["weightctl", *where, "predict", model, "--random"])
+    address_options = [] if socket == paths.socket_address(paths.runtime_dir()) else ["--socket", _client_address(socket)]
+    return shlex.join(["weightctl", *address_options, "predict", model, "--random"])
 
 
-def _for_clients(socket: str) -> str:
+def _client_address(socket: str) -> str:
     """How clients call it: with a path they take the unix socket beside it, if they can."""
     return socket.removeprefix("ipc://")
 
 
-def _of_argument(problem: str, name: str) -> str:
+def _name_argument(problem: str, name: str) -> str:
     """Name the argument of the command line that stands for a key of the file."""
     for key, argument in (("daemon.cache_dir", "--cache-dir"), ("daemon.", "--")):
         if problem.startswith(key):
@@ -117,31 +117,31 @@ def _of_argument(problem: str, name: str) -> str:
 def _check(options: argparse.Namespace) -> int:
     # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
     for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
-        signal.signal(number, _ended)
+        signal.signal(number, _exit_on_signal)
     unit = unit_of(options.config)
     config, loadable, found = check_config(options.config, unit)
     members = {name for group in config.groups.values() for name in group.models}
-    wrong = find_problems(loadable, members)
-    found += [f"{options.config}: {problem}" for name in wrong for problem in wrong[name]]
+    model_problems = find_problems(loadable, members)
+    found += [f"{options.config}: {problem}" for name in model_problems for problem in model_problems[name]]
     for problem in found:
-        logs.complain(problem)
-    loads = True
+        logs.print_error(problem)
+    can_load = True
     if options.load:
         from weightd.daemon.doctor.trial.loading import find_load_failures  # noqa: PLC0415 - the daemon itself has no use for it
 
-        environment.reduce(os.environ, config.daemon.pass_environment)
-        for problem in find_load_failures({name: model for name, model in config.models.items() if not wrong[name]}):
-            loads = False
-            logs.complain(f"{options.config}: {problem}")
-    if found or not loads:
+        environment.remove_unlisted(os.environ, config.daemon.pass_environment)
+        for problem in find_load_failures({name: model for name, model in config.models.items() if not model_problems[name]}):
+            can_load = False
+            logs.print_error(f"{options.config}: {problem}")
+    if found or not can_load:
         return exits.CONFIG if found else exits.MODEL_FAILED
     for line in describe_config(config):
         print(line)
     for warning in find_warnings(config.tenants, config.models):
-        logs.complain(f"{options.config}: warning: {warning}")
-    where = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
-    by = f" for {unit.name}" if unit else ""
-    print(f"{options.config}: good{by}; clients connect to {', '.join(where)}")
+        logs.print_error(f"{options.config}: warning: {warning}")
+    addresses = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
+    unit_suffix = f" for {unit.name}" if unit else ""
+    print(f"{options.config}: good{unit_suffix}; clients connect to {', '.join(addresses)}")
     return exits.OK
 
 
@@ -151,7 +151,7 @@ def _gateway(options: argparse.Namespace) -> NoReturn:
     os.execv(sys.executable, [*program, *gatewaycommand.arguments(options)])  # noqa: S606 - no shell is wanted
 
 
-def _ended(number: int, _: object) -> None:
+def _exit_on_signal(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 

@@ -26,7 +26,7 @@ from weightd.daemon.config.listeners import NONE, allowed_keys
 from weightd.daemon.config.load import Config, ConfigError
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.claim import claim
+from weightd.daemon.continuity.claim import lock_instance
 from weightd.daemon.continuity.config_file import ConfigFile
 from weightd.daemon.continuity.handover import Handover
 from weightd.daemon.continuity.herald import Herald
@@ -34,20 +34,20 @@ from weightd.daemon.continuity.keeping import Keeping
 from weightd.daemon.continuity.ledger import Entry, Ledger
 from weightd.daemon.continuity.listening import Listening, listen
 from weightd.daemon.continuity.reading import ConfigReader, Read
-from weightd.daemon.continuity.service import CLIENTS, KEEPER, Manager
+from weightd.daemon.continuity.service import CLIENTS, SHIM, Manager
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.gate.zygote import Zygote
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import audit, clock, spawning
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.closing import INTERRUPT
-from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.crowding import raise_descriptor_limit
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.happened import Happened
-from weightd.daemon.host.listening import listens_on_loopback
-from weightd.daemon.host.loop import Loop, signals
-from weightd.daemon.host.memory import MIB, host_bytes
-from weightd.daemon.host.shortage import check_threads, explained
+from weightd.daemon.host.listening import is_loopback_listener
+from weightd.daemon.host.loop import Loop, watch_signals
+from weightd.daemon.host.memory import MIB, host_memory_bytes
+from weightd.daemon.host.shortage import check_threads, with_limit_hint
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.meters.meters import MeterFigures, Meters
 from weightd.daemon.meters.totals import TotalFigures, Totals
@@ -92,7 +92,7 @@ _log = logging.getLogger("weightd")
 _STOP_MARGIN_S = 10.0
 
 # Of the host's memory, by default, for what clients send and do not read; the models have the rest.
-_SHARE_OF_MEMORY = 4
+_MEMORY_DIVISOR = 4
 
 # Of libzmq, in a process with one context.
 _ZEROMQ_THREADS = 2
@@ -104,7 +104,7 @@ _READ_TIMEOUT_S = 60.0
 _NEVER = float("inf")
 
 # Few may ask for logs, and each question may read a megabyte.
-_MAX_TAILS = 4
+_MAX_LOG_READERS = 4
 
 
 class Server:
@@ -131,52 +131,52 @@ class Server:
         self._config = config
         self._file = file
         self._manager = manager or Manager({})
-        self._herald = Herald(self._manager.watchdog)
+        self._systemd_notifier = Herald(self._manager.watchdog_s)
         # Without a manager that holds on to it a keeper would be of no use.
-        self._keeping: Keeping | None = None
+        self._shim_launcher: Keeping | None = None
         self._devices: dict[str, Device] = {}
-        self._attaching = Attaching()
-        self._suspects = Known()
-        self._clocks = Clocks()
+        self._load_limiter = Attaching()
+        self._offenders = Known()
+        self._fair_clocks = Clocks()
         self._one_shot = one_shot
-        self._has_told = False
+        self._has_logged_ready = False
         self._zygote = zygote
         self._loop = Loop()
-        self._households = Households()
-        self._fleet = Fleet(self._make)
-        self._tenants = Directory(config.tenants)
-        self._accounts = Accounts()
-        self._meters = Meters()
-        self._totals = Totals(lambda: self._frontend.dropped_responses)
-        self._access = Access(self._tenants, self._accounts, _admitted(config))
-        self._accounting = Accounting(self._tenants, self._accounts, lambda: self._fleet.models)
-        self._loading = Loading(self._copied)
-        books = {
-            "account": Entry(self._accounts, Figures),
-            "model": Entry(self._meters, MeterFigures),
-            "daemon": Entry(self._totals, TotalFigures),
-            "load": Entry(self._loading, PaceFigures),
+        self._model_factory = Households()
+        self._model_registry = Fleet(self._make_model)
+        self._tenant_resolver = Directory(config.tenants)
+        self._usage_table = Accounts()
+        self._counter_registry = Meters()
+        self._daemon_counters = Totals(lambda: self._request_router.dropped_responses)
+        self._authorizer = Access(self._tenant_resolver, self._usage_table, _admitted_tenants(config))
+        self._usage_reporter = Accounting(self._tenant_resolver, self._usage_table, lambda: self._model_registry.models)
+        self._load_monitor = Loading(self._copy_progress)
+        counter_entries = {
+            "account": Entry(self._usage_table, Figures),
+            "model": Entry(self._counter_registry, MeterFigures),
+            "daemon": Entry(self._daemon_counters, TotalFigures),
+            "load": Entry(self._load_monitor, PaceFigures),
         }
-        self._ledger = Ledger(config.daemon.counters_file, books, self._loop.soon)
+        self._counter_store = Ledger(config.daemon.counters_file, counter_entries, self._loop.call_soon)
         self._reports = Reports(
-            self._loop, lambda asker, error: self._frontend.tell_error(asker.client, asker.request_id, error)
+            self._loop, lambda asker, error: self._request_router.tell_error(asker.client, asker.request_id, error)
         )
-        self._measured = Measured()
-        self._memory = Memory()
-        self._tails: list[Tails] = []
-        self._happened, self._client_log = Happened(), ClientLog()
+        self._memory_cache = Measured()
+        self._memory_sampler = Memory()
+        self._log_readers: list[Tails] = []
+        self._event_log, self._client_log = Happened(), ClientLog()
         self._has_changed = True
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self._shutdown = Shutdown()
         self._terminal = Terminal()
-        self._scrapes: Scrapes | None = None
-        self._patience = Timer(self._end)
-        self._reader = ConfigReader(Running(self._loop))
-        self._patience_with_reader = Timer(lambda _: self._reader.give_up())
+        self._metrics_endpoint: Scrapes | None = None
+        self._drain_timer = Timer(self._finish_drain)
+        self._config_reader = ConfigReader(Running(self._loop))
+        self._config_timer = Timer(lambda _: self._config_reader.abort())
         # Whom to tell of the reload under way, and of the next one.
-        self._reading: list[Callable[[Change | RequestError], object]] = []
-        self._reloads: list[Callable[[Change | RequestError], object]] = []
-        self._sign = Timer(self._tell_manager)
+        self._active_reloads: list[Callable[[Change | RequestError], object]] = []
+        self._pending_reloads: list[Callable[[Change | RequestError], object]] = []
+        self._notify_timer = Timer(self._on_notify_timer)
 
     def run(self) -> int:
         """Serve until told to stop; return the exit status.
@@ -184,28 +184,28 @@ class Server:
         Raises:
             ClaimError: a socket or a directory cannot be had.
         """
-        allow_descriptors()
+        raise_descriptor_limit()
         check_threads(_ZEROMQ_THREADS)
         try:
-            spawning.begin()
+            spawning.start_thread()
         except OSError as error:
-            raise ClaimError(explained(f"cannot start the thread that starts processes: {error}")) from None
-        kept = self._manager.there
-        numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
+            raise ClaimError(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
+        has_manager = self._manager.is_present
+        signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
         # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
         if self._file is not None or ends_on_hangup():
-            numbers.append(signal.SIGHUP)
+            signal_numbers.append(signal.SIGHUP)
         with (
-            claim(self._config.daemon, kept=kept),
+            lock_instance(self._config.daemon, kept=has_manager),
             listen(self._config, self._manager.inherited.get(CLIENTS, [])) as sockets,
-            signals(numbers) as wakeups,
-            self._happened.listening(),
+            watch_signals(signal_numbers) as wakeups,
+            self._event_log.capture_logs(),
         ):
-            if kept:
-                self._keeping = Keeping(self._manager, self._config.daemon)
+            if has_manager:
+                self._shim_launcher = Keeping(self._manager, self._config.daemon)
             else:
                 # Of a service that had one: with nobody to hold on to it, it ends.
-                for descriptor in self._manager.inherited.get(KEEPER, []):
+                for descriptor in self._manager.inherited.get(SHIM, []):
                     os.close(descriptor)
             context = zmq.Context()
             try:
@@ -215,76 +215,76 @@ class Server:
                 self._close()
                 context.destroy()
                 self._loop.close()
-                if self._keeping is not None:
-                    self._keeping.close()
-        models = self._fleet.models.values()
+                if self._shim_launcher is not None:
+                    self._shim_launcher.close()
+        models = self._model_registry.models.values()
         if any(deployment.is_failing for model in models for deployment in model.deployments):
             return exits.MODEL_FAILED
-        if self._fleet.deaths:
-            _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._fleet.deaths)
+        if self._model_registry.deaths:
+            _log.warning("%d processes ended that nobody had asked to: the exit status tells", self._model_registry.deaths)
             return exits.PROCESS_DIED
         return exits.OK
 
     def _open(self, context: zmq.Context[zmq.Socket[bytes]], wakeups: int, sockets: Listening) -> None:
         daemon = self._config.daemon
         _update_devices(self._devices, self._config)
-        self._backend = Backend(context, daemon, self._loop, self._devices, self._keeping, self._on_change)
-        most = daemon.max_memory_bytes or host_bytes() // _SHARE_OF_MEMORY
-        shared = daemon.max_shm_bytes or host_bytes() // _SHARE_OF_MEMORY
-        self._frontend = Frontend(
+        self._process_supervisor = Backend(context, daemon, self._loop, self._devices, self._shim_launcher, self._on_change)
+        max_memory_bytes = daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
+        max_shm_bytes = daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR
+        self._request_router = Frontend(
             self._loop,
-            self._fleet,
-            most,
+            self._model_registry,
+            max_memory_bytes,
             self,
-            max_shm_bytes=shared,
+            max_shm_bytes=max_shm_bytes,
             user_limits=daemon.user_limits,
-            authorizer=self._access,
+            authorizer=self._authorizer,
             log=self._client_log,
         )
-        self._backend.on_several(self._frontend.cork)
-        for listener in sockets.unix:
-            self._frontend.listen(listener)
-        listeners = {name: (each, self._lock(name)) for name, each in sockets.listeners.items()}
-        bounds = Bounds(most, daemon.user_limits)
-        self._gates = Gates(listeners, self._loop, self._adopt, bounds, self._client_log, self._zygote)
-        self._scrapes = self._tell_scrapes(sockets.metrics)
-        self._loop.on_pause(self._paused)
+        self._process_supervisor.on_message_burst(self._request_router.cork)
+        for listener in sockets.unix_listeners:
+            self._request_router.listen(listener)
+        listeners = {name: (each, self._listener_auth(name)) for name, each in sockets.zmq_listeners.items()}
+        proxy_limits = Bounds(max_memory_bytes, daemon.user_limits)
+        self._zmq_proxies = Gates(listeners, self._loop, self._adopt_connection, proxy_limits, self._client_log, self._zygote)
+        self._metrics_endpoint = self._start_metrics_endpoint(sockets.metrics_listener)
+        self._loop.on_suspended(self._on_suspended)
         self._loop.add(wakeups, lambda: self._on_signals(os.read(wakeups, 64)))
-        self._loop.add_timer(self._patience)
-        self._loop.add_timer(self._sign)
+        self._loop.add_timer(self._drain_timer)
+        self._loop.add_timer(self._notify_timer)
         self._loop.add_timer(self._reports.timer)
-        for timer in (*self._accounting.timers, self._ledger.timer, self._patience_with_reader):
+        for timer in (*self._usage_reporter.timers, self._counter_store.timer, self._config_timer):
             self._loop.add_timer(timer)
-        if self._manager.there:
-            self._sign.set(0.0)
+        if self._manager.is_present:
+            self._notify_timer.set(0.0)
         _log.info("weightd %s, pid %d, listens on %s", VERSION, os.getpid(), ", ".join(sockets.addresses))
         for name, each in self._config.listeners.items():
             if each.insecure:
                 _log.warning("listener %s, %s, is insecure: whoever reaches it may ask", name, each.address)
-        if self._keeping is not None and self._file is not None:
-            self._file.in_force()
-        if self._keeping is not None and self._keeping.inheritance is not None:
-            self._resume(self._keeping, self._keeping.inheritance)
+        if self._shim_launcher is not None and self._file is not None:
+            self._file.mark_in_force()
+        if self._shim_launcher is not None and self._shim_launcher.inherited_state is not None:
+            self._resume_models(self._shim_launcher, self._shim_launcher.inherited_state)
         else:
             # They load while snapshots are taken.
-            self._backend.prepare(self._config.models.values())
-            self._fleet.start(self._config.models, clock.now())
+            self._process_supervisor.prepare_fork_servers(self._config.models.values())
+            self._model_registry.start(self._config.models, clock.now())
         if self._file is not None:
-            self._ledger.open(clock.now())
-        self._account(clock.now())
+            self._counter_store.open(clock.now())
+        self._apply_accounting(clock.now())
 
-    def _tell_scrapes(self, listener: socket.socket | None) -> Scrapes | None:
+    def _start_metrics_endpoint(self, listener: socket.socket | None) -> Scrapes | None:
         """Answer who connects there with all that is counted: who reads it is the operator's choice."""
         if listener is None:
             return None
-        page = Page(lambda: self.metrics("scrape", Viewer(EVERYONE, sees_all=True)), self._loop.soon)
-        is_loopback = listens_on_loopback(listener)
+        page = Page(lambda: self.metrics("scrape", Viewer(EVERYONE, sees_all=True)), self._loop.call_soon)
+        is_loopback = is_loopback_listener(listener)
         _log.info("metrics are told at %s", self._config.daemon.metrics)
         if not is_loopback and listener.family != socket.AF_UNIX:
             _log.warning("metrics at %s: whoever reaches it sees them", self._config.daemon.metrics)
         return Scrapes(listener, self._loop, page, is_loopback=is_loopback)
 
-    def _lock(self, listener: str) -> Lock:
+    def _listener_auth(self, listener: str) -> Lock:
         config, tenants = self._config.listeners[listener], self._config.tenants
         return Lock(
             config.secret,
@@ -293,13 +293,13 @@ class Server:
             members(tenants, config.tenants) if tenants else None,
         )
 
-    def _adopt(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
-        self._frontend.adopt(connection, proxied_identity(connection, listener, peer))
+    def _adopt_connection(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
+        self._request_router.adopt(connection, proxied_identity(connection, listener, peer))
 
-    def _resume(self, keeping: Keeping, handover: Handover) -> None:
+    def _resume_models(self, shim_launcher: Keeping, handover: Handover) -> None:
         """Go on with what the daemon before this one has loaded."""
-        before = {record.name: record.config for record in handover.models}
-        for name in dict.fromkeys(device for config in before.values() for device in config.devices_by_weight_copy):
+        previous_configs = {record.name: record.config for record in handover.models}
+        for name in dict.fromkeys(device for config in previous_configs.values() for device in config.devices_by_weight_copy):
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
@@ -307,153 +307,153 @@ class Server:
             device.capacity_bytes = device.capacity_bytes or device.reported_bytes
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
-        self._backend.tidy(children, [*entries, *keeping.entries])
-        self._backend.prepare(self._config.models.values())
-        self._fleet.resume(handover.models, self._config.models, clock.now())
-        self._herald.resumed(before)
+        self._process_supervisor.remove_leftovers(children, [*entries, *shim_launcher.own_entries])
+        self._process_supervisor.prepare_fork_servers(self._config.models.values())
+        self._model_registry.resume(handover.models, self._config.models, clock.now())
+        self._systemd_notifier.on_resumed(previous_configs)
 
-    def _make(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
-        model = self._households.make(name, config, self._devices, self._backend, self._frontend, numbers)
-        model.load_limiter = self._attaching
-        model.dispatcher.count_with(self._meters.of(name))
-        model.dispatcher.scheduler.clocks = self._clocks
-        model.dispatcher.guard.suspects.tenants = self._suspects
+    def _make_model(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
+        model = self._model_factory.make(name, config, self._devices, self._process_supervisor, self._request_router, numbers)
+        model.load_limiter = self._load_limiter
+        model.dispatcher.count_with(self._counter_registry.of(name))
+        model.dispatcher.scheduler.clocks = self._fair_clocks
+        model.dispatcher.guard.suspects.tenants = self._offenders
         model.dispatcher.guard.log = self._client_log
         self._loop.add_timer(model.timer)
         return model
 
-    def _account(self, now: float) -> None:
+    def _apply_accounting(self, now: float) -> None:
         """The tables of tenants are in force."""
-        self._meters.keep(self._fleet.models)
-        self._clocks.max_job_s = self._config.daemon.max_job_s
-        self._accounting.renew(self._config.daemon.accounting_interval, now)
+        self._counter_registry.keep(self._model_registry.models)
+        self._fair_clocks.max_job_s = self._config.daemon.max_job_s
+        self._usage_reporter.renew(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
         """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
-        self._ledger.close()
-        if self._scrapes is not None:
-            self._scrapes.close()
-        self._frontend.close()
-        self._gates.close()
+        self._counter_store.close()
+        if self._metrics_endpoint is not None:
+            self._metrics_endpoint.close()
+        self._request_router.close()
+        self._zmq_proxies.close()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _main_loop(self) -> None:
         try:
-            self._look()
+            self._reconcile()
             self._loop.run()
         finally:
-            self._loop.each_turn(None)
-            self._reader.give_up()
-            if self._keeping is None:
-                self._backend.kill_all()
-            self._backend.close()
+            self._loop.on_turn_end(None)
+            self._config_reader.abort()
+            if self._shim_launcher is None:
+                self._process_supervisor.kill_all()
+            self._process_supervisor.close()
 
-    def _paused(self, seconds: float) -> None:
+    def _on_suspended(self, seconds: float) -> None:
         """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = clock.now()
-        for model in self._fleet.all_models():
+        for model in self._model_registry.all_models():
             model.dispatcher.scheduler.paused(seconds, now)
-        if self._manager.there:
-            self._herald.paused(seconds)
-            self._sign.set(now)
+        if self._manager.is_present:
+            self._systemd_notifier.on_suspended(seconds)
+            self._notify_timer.set(now)
 
-    def _finished(self) -> bool:
-        if not self._shutdown.ending or any(model.dispatcher.has_to_refuse for model in self._fleet.all_models()):
+    def _is_finished(self) -> bool:
+        if not self._shutdown.is_stopping or any(model.dispatcher.has_to_refuse for model in self._model_registry.all_models()):
             return False
-        return self._keeping is not None or self._backend.is_empty
+        return self._shim_launcher is not None or self._process_supervisor.is_empty
 
     def _on_change(self) -> None:
         """A generation, or a child, is not what it was."""
         self._has_changed = True
-        self._look_soon()
+        self._schedule_reconcile()
 
-    def _look_soon(self) -> None:
+    def _schedule_reconcile(self) -> None:
         """Something has changed, and that is more than a request."""
-        self._loop.soon(self._look)
+        self._loop.call_soon(self._reconcile)
 
-    def _look(self) -> None:
+    def _reconcile(self) -> None:
         """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
         now = clock.now()
-        if self._fleet.changing:
-            self._fleet.reconcile(now)
+        if self._model_registry.changing:
+            self._model_registry.reconcile(now)
         if self._has_changed:
-            self._look_at_loads(now)
-        if self._manager.there and self._backend.take_changed():
-            self._record()
-            self._announce(now)
+            self._update_load_progress(now)
+        if self._manager.is_present and self._process_supervisor.take_changed():
+            self._write_handover()
+            self._notify_manager(now)
         # The next daemon knows of it now, too.
-        self._frontend.send_saved_responses()
+        self._request_router.send_saved_responses()
         if self._one_shot:
-            self._look_once(now)
-        if self._shutdown.finishing and self._idle():
-            self._end(now)
-        if self._finished():
+            self._reconcile_one_shot(now)
+        if self._shutdown.is_draining and self._is_idle():
+            self._finish_drain(now)
+        if self._is_finished():
             self._loop.stop()
-        self._loop.each_turn(self._look if self._fleet.changing or self._shutdown.begun else None)
+        self._loop.on_turn_end(self._reconcile if self._model_registry.changing or self._shutdown.has_begun else None)
 
-    def _copied(self, model: str, source: Source) -> Copied | None:
-        return self._backend.copied(model, source)
+    def _copy_progress(self, model: str, source: Source) -> Copied | None:
+        return self._process_supervisor.copy_progress(model, source)
 
-    def _look_at_loads(self, now: float) -> None:
+    def _update_load_progress(self, now: float) -> None:
         self._has_changed = False
-        self._loading.look(self._fleet.all_models(), now)
+        self._load_monitor.look(self._model_registry.all_models(), now)
 
-    def _look_once(self, now: float) -> None:
+    def _reconcile_one_shot(self, now: float) -> None:
         """There is one model, for a first look at it."""
-        if self._any_failed():
+        if self._has_failed_model():
             self._stop(now)
         if (
-            not self._shutdown.begun
-            and not self._has_told
-            and all(each.is_complete for each in self._fleet.models.values())
+            not self._shutdown.has_begun
+            and not self._has_logged_ready
+            and all(each.is_complete for each in self._model_registry.models.values())
         ):
-            self._has_told = True
+            self._has_logged_ready = True
             _log.info("it serves; to ask it: %s", self._one_shot)
 
-    def _tell_manager(self, now: float) -> None:
+    def _on_notify_timer(self, now: float) -> None:
         """It is time for a sign of life; the next daemon comes first."""
-        if self._backend.take_changed():
-            self._record()
-        self._announce(now)
+        if self._process_supervisor.take_changed():
+            self._write_handover()
+        self._notify_manager(now)
 
-    def _record(self) -> None:
-        if self._keeping is not None and not self._shutdown.ending:
+    def _write_handover(self) -> None:
+        if self._shim_launcher is not None and not self._shutdown.is_stopping:
             devices = [DeviceRecord(each.name, each.reported_bytes, each.free_bytes) for each in self._devices.values()]
-            handover.write(self._keeping.handover, self._fleet.records(), devices)
+            handover.write(self._shim_launcher.handover_path, self._model_registry.records(), devices)
 
-    def _announce(self, now: float) -> None:
-        if self._shutdown.begun:
+    def _notify_manager(self, now: float) -> None:
+        if self._shutdown.has_begun:
             return
-        self._look_at_loads(now)
-        models = self._fleet.models.values()
+        self._update_load_progress(now)
+        models = self._model_registry.models.values()
         self._manager.notify(
-            *self._herald.look(models, now, self._note, lambda each: self._loading.told(each.label, now))
+            *self._systemd_notifier.poll(models, now, self._config_note, lambda each: self._load_monitor.told(each.label, now))
         )
-        self._sign.set(self._herald.next_event)
-        if self._herald.failed(self._fleet.models.values()):
+        self._notify_timer.set(self._systemd_notifier.next_event_at)
+        if self._systemd_notifier.has_failed(self._model_registry.models.values()):
             _log.error("a required model has failed")
             self._stop(now)
 
     def unmap(self, numbers: Sequence[int]) -> None:
         """No client names these regions any more."""
-        self._backend.unmap(numbers)
+        self._process_supervisor.unmap(numbers)
 
     @property
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether no new request is taken."""
-        return self._shutdown.begun
+        return self._shutdown.has_begun
 
     @property
-    def _note(self) -> str:
+    def _config_note(self) -> str:
         return "" if self._file is None else self._file.note
 
-    def _any_failed(self) -> bool:
-        return any(model.has_failed for model in self._fleet.models.values())
+    def _has_failed_model(self) -> bool:
+        return any(model.has_failed for model in self._model_registry.models.values())
 
-    def _idle(self) -> bool:
-        return all(model.dispatcher.idle for model in self._fleet.all_models())
+    def _is_idle(self) -> bool:
+        return all(model.dispatcher.idle for model in self._model_registry.all_models())
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -466,38 +466,38 @@ class Server:
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP:
                 self._on_hangup(now)
-            elif not self._shutdown.begun:
+            elif not self._shutdown.has_begun:
                 self._stop(now)
             else:
                 _log.warning("asked twice to stop: no request is waited for")
-                self._shutdown.on(Event.INSIST)
+                self._shutdown.handle(Event.FORCE)
                 # First: a model that does not stop would replace what is killed.
                 self._stop_models(now)
-                if self._keeping is None:
-                    self._backend.kill_all()
+                if self._shim_launcher is None:
+                    self._process_supervisor.kill_all()
 
     def _stop(self, now: float) -> None:
         """Take nothing new; finish what was accepted."""
-        if not self._shutdown.begun:
-            patience = self._config.daemon.drain_timeout
-            _log.info("stopping: finishing what was accepted, for at most %g s", patience)
-            self._shutdown.on(Event.STOP)
-            self._look_soon()
-            self._patience.set(now + patience)
-            self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (patience + _STOP_MARGIN_S))}")
+        if not self._shutdown.has_begun:
+            drain_timeout_s = self._config.daemon.drain_timeout
+            _log.info("stopping: finishing what was accepted, for at most %g s", drain_timeout_s)
+            self._shutdown.handle(Event.STOP)
+            self._schedule_reconcile()
+            self._drain_timer.set(now + drain_timeout_s)
+            self._manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={int(1e6 * (drain_timeout_s + _STOP_MARGIN_S))}")
 
-    def _end(self, now: float) -> None:
+    def _finish_drain(self, now: float) -> None:
         """What was accepted is finished, or the time for that is over."""
-        if self._shutdown.finishing:
-            self._shutdown.on(Event.DONE)
+        if self._shutdown.is_draining:
+            self._shutdown.handle(Event.DRAINED)
             self._stop_models(now)
 
     def _stop_models(self, now: float) -> None:
-        if self._keeping is not None:
+        if self._shim_launcher is not None:
             # The keeper ends the processes, or the next daemon goes on with them: who knows.
-            self._fleet.hand_over(now)
+            self._model_registry.hand_over(now)
         else:
-            self._fleet.drain(now)
+            self._model_registry.drain(now)
 
     # --- another configuration ----------------------------------------------------------------------------------
 
@@ -507,15 +507,15 @@ class Server:
             self._stop(now)
             return
         # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
-        tell = self._herald.ready and not self._shutdown.begun
+        tell = self._systemd_notifier.is_ready and not self._shutdown.has_begun
         if tell:
-            self._manager.reloading()
+            self._manager.notify_reloading()
         try:
-            self._reload(functools.partial(self._hung_up, tell=tell))
+            self._request_reload(functools.partial(self._on_hangup_reloaded, tell=tell))
         except RequestError as error:
-            self._hung_up(error, tell=tell)
+            self._on_hangup_reloaded(error, tell=tell)
 
-    def _hung_up(self, outcome: Change | RequestError, *, tell: bool) -> None:
+    def _on_hangup_reloaded(self, outcome: Change | RequestError, *, tell: bool) -> None:
         entry = audit.Entry("reload", audit.OPERATOR)
         if isinstance(outcome, RequestError):
             _log.error("not reloaded, nothing has changed: %s", outcome)
@@ -525,21 +525,21 @@ class Server:
         if tell:
             self._manager.notify("READY=1")
 
-    def ask_reload(self, client: bytes, request_id: str) -> None:
+    def reload(self, client: bytes, request_id: str) -> None:
         """A client wants the configuration to be read again: it is told how that has ended.
 
         Raises:
             RequestError: nothing has changed.
         """
-        self._reload(functools.partial(self._answer_reload, client, request_id))
+        self._request_reload(functools.partial(self._reply_reload, client, request_id))
 
-    def _answer_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
+    def _reply_reload(self, client: bytes, request_id: str, outcome: Change | RequestError) -> None:
         if isinstance(outcome, RequestError):
-            self._frontend.reply_failed(client, request_id, outcome)
+            self._request_router.reply_failed(client, request_id, outcome)
         else:
-            self._frontend.reply_reloaded(client, ReloadResponse(request_id, *outcome))
+            self._request_router.reply_reloaded(client, ReloadResponse(request_id, *outcome))
 
-    def _reload(self, on_end: Callable[[Change | RequestError], object]) -> None:
+    def _request_reload(self, on_done: Callable[[Change | RequestError], object]) -> None:
         """Have the configuration file read again; call `on_end` once it is in force, or refused.
 
         Raises:
@@ -547,42 +547,42 @@ class Server:
         """
         if self._file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
-        if self._shutdown.begun:
+        if self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
-        if len(self._reloads) == _MAX_RELOADS:
+        if len(self._pending_reloads) == _MAX_RELOADS:
             raise ResourceExhausted(f"{_MAX_RELOADS} reloads wait already")
-        self._reloads.append(on_end)
-        if len(self._reloads) == 1:
-            self._loop.soon(self._read_config)
+        self._pending_reloads.append(on_done)
+        if len(self._pending_reloads) == 1:
+            self._loop.call_soon(self._start_config_read)
 
-    def _read_config(self) -> None:
+    def _start_config_read(self) -> None:
         """Have the file read for all that wait; a reload that comes later reads it once more."""
-        if self._file is None or self._reading or not self._reloads:
+        if self._file is None or self._active_reloads or not self._pending_reloads:
             return
-        self._reading, self._reloads = self._reloads, []
+        self._active_reloads, self._pending_reloads = self._pending_reloads, []
         try:
-            self._reader.start(self._file.path, self._file.listening, self._config_was_read)
+            self._config_reader.start(self._file.path, self._file.listen_addresses, self._on_config_read)
         except OSError as error:
             text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
-            self._config_was_read(Read(problems=(text,)))
+            self._on_config_read(Read(problems=(text,)))
         else:
-            self._patience_with_reader.set(clock.now() + _READ_TIMEOUT_S)
+            self._config_timer.set(clock.now() + _READ_TIMEOUT_S)
 
-    def _config_was_read(self, found: Read) -> None:
-        self._patience_with_reader.set(_NEVER)
-        waiting, self._reading = self._reading, []
+    def _on_config_read(self, result: Read) -> None:
+        self._config_timer.set(_NEVER)
+        waiting, self._active_reloads = self._active_reloads, []
         outcome: Change | RequestError
         try:
-            outcome = self._renew(found, clock.now())
-            self._totals.reloads += 1
+            outcome = self._apply_config(result, clock.now())
+            self._daemon_counters.reloads += 1
         except RequestError as error:
             outcome = error
-            self._totals.refused_reloads += 1
+            self._daemon_counters.refused_reloads += 1
         for each in waiting:
             each(outcome)
-        self._read_config()
+        self._start_config_read()
 
-    def _renew(self, found: Read, now: float) -> Change:
+    def _apply_config(self, result: Read, now: float) -> Change:
         """Make true what was read of the configuration file.
 
         Raises:
@@ -590,157 +590,157 @@ class Server:
             Unavailable: not now; nothing has changed.
         """
         file = self._file
-        if file is None or self._shutdown.begun:
+        if file is None or self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
         try:
-            config = file.take(found)
-            self._check_fixed(file.path, config)
-            change = self._fleet.compare(config.models)
+            config = file.accept(result)
+            self._check_fixed_keys(file.path, config)
+            change = self._model_registry.compare(config.models)
             # What serves as before needs its files no more.
-            wrong = [each for name in (*change.added, *change.changed) for each in found.of_models.get(name, ())]
-            if wrong:
-                raise ConfigError(*wrong)
+            file_problems = [each for name in (*change.added, *change.changed) for each in result.model_problems.get(name, ())]
+            if file_problems:
+                raise ConfigError(*file_problems)
         except ConfigError as error:
             file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
         _update_devices(self._devices, config)
-        self._backend.prepare(config.models.values())
-        self._fleet.apply(change, config.models, now)
-        before, self._config = self._config, config
-        if (config.tenants, _admitted(config)) != (before.tenants, _admitted(before)):
-            self._tenants.renew(config.tenants)
-            self._access.listener_tenants = _admitted(config)
-            self._gates.update_auth({name: self._lock(name) for name in config.listeners})
-            self._frontend.on_tenants_changed()
-        self._look_soon()
-        self._account(now)
+        self._process_supervisor.prepare_fork_servers(config.models.values())
+        self._model_registry.apply(change, config.models, now)
+        previous, self._config = self._config, config
+        if (config.tenants, _admitted_tenants(config)) != (previous.tenants, _admitted_tenants(previous)):
+            self._tenant_resolver.renew(config.tenants)
+            self._authorizer.listener_tenants = _admitted_tenants(config)
+            self._zmq_proxies.update_auth({name: self._listener_auth(name) for name in config.listeners})
+            self._request_router.on_tenants_changed()
+        self._schedule_reconcile()
+        self._apply_accounting(now)
         file.note = ""
-        if self._keeping is not None:
-            file.in_force()
+        if self._shim_launcher is not None:
+            file.mark_in_force()
         _log.info("reloaded %s: %s", file.path, change)
         return change
 
-    def _check_fixed(self, path: Path, config: Config) -> None:
-        before, now = _fixed(self._config), _fixed(config)
+    def _check_fixed_keys(self, path: Path, config: Config) -> None:
+        old_values, new_values = _fixed_values(self._config), _fixed_values(config)
         differ = [
-            f"{path}: {key}: expected {before.get(key)!r} as before, got {now.get(key)!r}: restart"
-            for key in {**before, **now}
-            if before.get(key) != now.get(key)
+            f"{path}: {key}: expected {old_values.get(key)!r} as before, got {new_values.get(key)!r}: restart"
+            for key in {**old_values, **new_values}
+            if old_values.get(key) != new_values.get(key)
         ]
         if differ:
             raise ConfigError(*differ)
 
     # --- status -------------------------------------------------------------------------------------------------
 
-    def ask_status(self, asker: Waiter, viewer: Viewer) -> None:
+    def report_status(self, requester: Waiter, viewer: Viewer) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
         if viewer.sees_all:
-            pids = [*self._own_pids(), *(process.pid for process in self._backend.processes.values())]
-            survey = Survey(asker.request_id, pids, self._measured)
-            self._reports.ask(asker, functools.partial(self._measure, asker.client, survey))
+            pids = [*self._own_pids(), *(process.pid for process in self._process_supervisor.processes.values())]
+            survey = Survey(requester.request_id, pids, self._memory_cache)
+            self._reports.ask(requester, functools.partial(self._scan_next_process, requester.client, survey))
         else:
-            self._reports.ask(asker, functools.partial(self._answer_own_status, asker, viewer))
+            self._reports.ask(requester, functools.partial(self._reply_tenant_status, requester, viewer))
 
-    def ask_metrics(self, asker: Waiter, viewer: Viewer) -> None:
+    def report_metrics(self, requester: Waiter, viewer: Viewer) -> None:
         """A client wants to know what was counted."""
 
         def answer() -> bool:
-            self._frontend.reply_metrics(asker.client, self.metrics(asker.request_id, viewer))
+            self._request_router.reply_metrics(requester.client, self.metrics(requester.request_id, viewer))
             return True
 
-        self._reports.ask(asker, answer)
+        self._reports.ask(requester, answer)
 
-    def ask_events(self, asker: Waiter, question: Events) -> None:
+    def report_events(self, requester: Waiter, request: Events) -> None:
         """A client wants to know what has happened."""
 
         def answer() -> bool:
-            self._frontend.reply_events(asker.client, self._happened.answer(question))
+            self._request_router.reply_events(requester.client, self._event_log.query(request))
             return True
 
-        self._reports.ask(asker, answer)
+        self._reports.ask(requester, answer)
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
-        models = list(self._fleet.models.values())
-        found = self._memory.look(self._own_pids(), lambda: self._copies(models)) if viewer.sees_all else Found()
-        counted = Counted(
+        models = list(self._model_registry.models.values())
+        memory_report = self._memory_sampler.look(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.sees_all else Found()
+        metrics_inputs = Counted(
             models,
-            self._meters,
-            self._totals,
-            self._tenants.known if self._tenants.tells_apart else self._tenants,
-            self._accounts,
-            self._frontend.memory_budget.used_bytes,
-            self._frontend.memory_budget.max_bytes,
-            found.footings,
-            found.pss,
+            self._counter_registry,
+            self._daemon_counters,
+            self._tenant_resolver.known if self._tenant_resolver.tells_apart else self._tenant_resolver,
+            self._usage_table,
+            self._request_router.memory_budget.used_bytes,
+            self._request_router.memory_budget.max_bytes,
+            memory_report.footings,
+            memory_report.pss,
         )
-        state, uptime = self._standing()
-        return tell(request_id, Moment(state, uptime, clock.now()), viewer, counted)
+        state, uptime = self._state_and_uptime()
+        return tell(request_id, Moment(state, uptime, clock.now()), viewer, metrics_inputs)
 
-    def _copies(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
-        return copies(models, self._backend.processes, self._backend.files)
+    def _memory_subjects(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
+        return copies(models, self._process_supervisor.processes, self._process_supervisor.files)
 
-    def _measure(self, client: bytes, survey: Survey) -> bool:
+    def _scan_next_process(self, client: bytes, memory_scan: Survey) -> bool:
         """Look at one process more; return whether the answer has been sent."""
-        is_done = survey.step()
+        is_done = memory_scan.step()
         if is_done:
-            self._answer_status(client, survey)
+            self._reply_status(client, memory_scan)
         return is_done
 
-    def _answer_own_status(self, asker: Waiter, viewer: Viewer) -> bool:
-        models = list(self._fleet.models.values())
-        told = own_report(asker.request_id, *self._standing(), viewer.tenant, models, self._accounts)
-        self._frontend.reply_status(asker.client, told)
+    def _reply_tenant_status(self, requester: Waiter, viewer: Viewer) -> bool:
+        models = list(self._model_registry.models.values())
+        response = own_report(requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table)
+        self._request_router.reply_status(requester.client, response)
         return True
 
-    def ask_logs(self, client: bytes, question: Logs) -> None:
+    def report_logs(self, client: bytes, request: Logs) -> None:
         """A client wants to know what the processes of a model have said: it is told once that has been read."""
-        if len(self._tails) == _MAX_TAILS:
-            raise ResourceExhausted(f"{_MAX_TAILS} questions for logs are being answered")
-        generations = self._fleet.models[question.model_name].generations
-        files = self._backend.files
-        there = {each.number: files[each.label] for each in generations if each.label in files}
-        self._tails.append(Tails(client, question, there))
-        self._loop.soon(self._read_log)
+        if len(self._log_readers) == _MAX_LOG_READERS:
+            raise ResourceExhausted(f"{_MAX_LOG_READERS} questions for logs are being answered")
+        generations = self._model_registry.models[request.model_name].generations
+        files = self._process_supervisor.files
+        generation_files = {each.number: files[each.label] for each in generations if each.label in files}
+        self._log_readers.append(Tails(client, request, generation_files))
+        self._loop.call_soon(self._read_next_log)
 
-    def _read_log(self) -> None:
+    def _read_next_log(self) -> None:
         """Read one file more."""
-        if self._tails[0].step():
-            tails = self._tails.pop(0)
-            self._frontend.reply_logs(tails.client, tails.answer)
-        if self._tails:
-            self._loop.soon(self._read_log)
+        if self._log_readers[0].step():
+            tails = self._log_readers.pop(0)
+            self._request_router.reply_logs(tails.client, tails.answer)
+        if self._log_readers:
+            self._loop.call_soon(self._read_next_log)
 
     def _own_pids(self) -> list[int]:
-        keeper = [] if self._keeping is None else [self._keeping.pid]
-        return [os.getpid(), *keeper, *self._gates.pids]
+        shim_pids = [] if self._shim_launcher is None else [self._shim_launcher.pid]
+        return [os.getpid(), *shim_pids, *self._zmq_proxies.pids]
 
-    def _standing(self) -> tuple[str, float]:
-        return "stopping" if self._shutdown.begun else "running", time.monotonic() - self._started
+    def _state_and_uptime(self) -> tuple[str, float]:
+        return "stopping" if self._shutdown.has_begun else "running", time.monotonic() - self._started_at
 
-    def _answer_status(self, client: bytes, survey: Survey) -> None:
-        backend, now = self._backend, clock.now()
-        self._look_at_loads(now)
-        subject = Subject(
-            self._fleet.models.values(),
+    def _reply_status(self, client: bytes, memory_scan: Survey) -> None:
+        supervisor, now = self._process_supervisor, clock.now()
+        self._update_load_progress(now)
+        inputs = Subject(
+            self._model_registry.models.values(),
             self._devices.values(),
-            backend.processes,
-            backend.files,
-            self._frontend.dropped_responses,
-            self._frontend.memory_budget.used_bytes,
-            self._frontend.memory_budget.max_bytes,
+            supervisor.processes,
+            supervisor.files,
+            self._request_router.dropped_responses,
+            self._request_router.memory_budget.used_bytes,
+            self._request_router.memory_budget.max_bytes,
             self._own_pids(),
-            self._note,
-            self._gates.proxies,
-            backend.fork_servers,
-            self._tenants.known if self._tenants.tells_apart else (),
-            self._accounts,
-            functools.partial(self._loading.share, now=now),
+            self._config_note,
+            self._zmq_proxies.proxies,
+            supervisor.fork_servers,
+            self._tenant_resolver.known if self._tenant_resolver.tells_apart else (),
+            self._usage_table,
+            functools.partial(self._load_monitor.share, now=now),
         )
-        self._frontend.reply_status(client, report(survey, *self._standing(), subject))
+        self._request_router.reply_status(client, report(memory_scan, *self._state_and_uptime(), inputs))
 
 
-def _fixed(config: Config) -> dict[str, object]:
+def _fixed_values(config: Config) -> dict[str, object]:
     """Return what only a start puts in force, by key."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
     for key in ("drain_timeout", "accounting_interval", "max_job_s"):
@@ -752,7 +752,7 @@ def _fixed(config: Config) -> dict[str, object]:
     return fixed
 
 
-def _admitted(config: Config) -> dict[str, Sequence[str]]:
+def _admitted_tenants(config: Config) -> dict[str, Sequence[str]]:
     """Return the tenants that each listener is for; none: all."""
     return {name: each.tenants for name, each in config.listeners.items()}
 

@@ -15,23 +15,23 @@ class State(enum.Enum):
     """How far the end is."""
 
     SERVING = "serving"  # nobody wants it
-    FINISHING = "finishing"  # no new request is taken; what was accepted is finished
-    ENDING = "ending"  # no request is waited for; the models wind down, or are left to the next daemon
+    DRAINING = "finishing"  # no new request is taken; what was accepted is finished
+    STOPPING = "ending"  # no request is waited for; the models wind down, or are left to the next daemon
 
 
 class Event(enum.Enum):
     """What happens to a daemon that is to end."""
 
     STOP = "stop"  # it is told to
-    DONE = "done"  # what was accepted is finished, or the time for that is over
-    INSIST = "insist"  # it is told again
+    DRAINED = "done"  # what was accepted is finished, or the time for that is over
+    FORCE = "insist"  # it is told again
 
 
 SHUTDOWN: Mapping[tuple[State, Event], State] = {
-    (State.SERVING, Event.STOP): State.FINISHING,
-    (State.FINISHING, Event.DONE): State.ENDING,
-    (State.FINISHING, Event.INSIST): State.ENDING,
-    (State.ENDING, Event.INSIST): State.ENDING,
+    (State.SERVING, Event.STOP): State.DRAINING,
+    (State.DRAINING, Event.DRAINED): State.STOPPING,
+    (State.DRAINING, Event.FORCE): State.STOPPING,
+    (State.STOPPING, Event.FORCE): State.STOPPING,
 }
 
 
@@ -44,9 +44,9 @@ class Shutdown:
 
     def __init__(self) -> None:
         self._state = State.SERVING
-        self.begun = False
+        self.has_begun = False
 
-    def on(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Go on to the next state.
 
         Raises:
@@ -54,14 +54,14 @@ class Shutdown:
         """
         self._state = advance(SHUTDOWN, self._state, event)
         # For this every request asks.
-        self.begun = self._state is not State.SERVING
+        self.has_begun = self._state is not State.SERVING
 
     @property
-    def finishing(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether what was accepted is waited for."""
-        return self._state is State.FINISHING
+        return self._state is State.DRAINING
 
     @property
-    def ending(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether no request is waited for any more."""
-        return self._state is State.ENDING
+        return self._state is State.STOPPING

@@ -123,7 +123,7 @@ class Scene:
         # An order to who is not connected yet is lost.
         self.worker.send_multipart(encode(Back()))
         while not self.backend.heard:
-            self.loop.wait(30)
+            self.loop.run_once(30)
         self.model.start(0.0)
         self.model.on_snapshot_taken(Source("/m.mindir"), self.snapshot, 0.0)
         for name in (HOLDER, WORKER):
@@ -154,7 +154,7 @@ class Scene:
         self.lane.connection.connect(self.path)
         orders: list[Any] = []
         while len(orders) < count:
-            self.loop.wait(1)
+            self.loop.run_once(1)
             orders += [decode(message.frames, TO_CHILD) for message in self.lane.receive()]
         return orders
 
@@ -191,7 +191,7 @@ def test_an_answer_that_is_read_after_the_holders_death_is_dropped_before_that_i
     # Nobody has told the backend: it asks.
     assert [scene.backend.is_alive(each) for each in (HOLDER, WORKER, "m.1.w2")] == [False, True, False]
     while HOLDER in scene.backend.processes:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     assert scene.answers == []
 
 
@@ -201,7 +201,7 @@ def test_what_a_child_said_before_it_died_is_heard_first(scene: Scene, by_lane: 
     worker = scene.backend.processes[WORKER]
     scene.answer(by_lane=by_lane, is_dead=True)
     while worker in scene.backend.processes.values():
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     assert scene.answers == [1]
 
 
@@ -213,7 +213,7 @@ def test_a_worker_stops_when_it_has_done_what_waits_for_its_lane(scene: Scene) -
     assert scene.asked(2) == [predict, Stop()]
     scene.lane.connection.shutdown(socket.SHUT_RDWR)
     for _ in range(2):
-        scene.loop.wait(0.1)
+        scene.loop.run_once(0.1)
     # It has said by another way that it is broken.
     scene.backend.send_order(WORKER, Stop())
     orders = iter(lambda: decode(scene.worker.recv_multipart(), TO_CHILD), Stop())
@@ -228,9 +228,9 @@ def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
     scene.answer()
     scene.lane.send(said)
     while not scene.lane.flush():
-        scene.loop.wait(1)
+        scene.loop.run_once(1)
     while "it broke the protocol" not in caplog.text:
-        scene.loop.wait(1)
+        scene.loop.run_once(1)
 
 
 LIMIT = "cannot start a process or thread: the limit of processes and threads is reached"
@@ -248,7 +248,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_its_work(
     else:
         scene.worker.send_multipart(broken)
     while "pthread_create failed" not in caplog.text:
-        scene.loop.wait(1)
+        scene.loop.run_once(1)
     assert LIMIT in caplog.text
 
 
@@ -260,7 +260,7 @@ def test_the_limit_is_named_that_keeps_a_child_from_being_started(
     scene.model.start(0.0)
     scene.model.on_snapshot_taken(Source("/m.mindir"), scene.snapshot, 0.0)
     while "cannot start /" not in caplog.text:
-        scene.loop.wait(1)
+        scene.loop.run_once(1)
     assert LIMIT in caplog.text
 
 
@@ -275,7 +275,7 @@ def test_who_says_that_a_process_was_forked_which_is_there_already_is_broken(
     scene.asked(1)
     scene.lane.send(encode(Forked(launch.name, pid)))
     while f"expected a new process, got pid {pid}" not in caplog.text:
-        scene.loop.wait(1)
+        scene.loop.run_once(1)
     assert nursery.parents() == [WORKER]
 
 
@@ -303,7 +303,7 @@ def test_with_one_that_could_not_tell_any_more_what_it_has_forked_that_is_ended(
     for each in (WORKER, HOLDER):
         scene.kill(each)
     while HOLDER in scene.backend.processes:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     [told] = end.call_args_list
     assert told.args[0] == pid
 
@@ -316,7 +316,7 @@ def test_nobody_else_can_speak_for_a_child(scene: Scene, caplog: pytest.LogCaptu
     expected = scene.backend.processes[WORKER].pid
     scene.worker.send_multipart(encode(Hello("7", SHA, {"weightd": VERSION}, CARD)))
     while not scene.backend.heard:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     assert f"hello: expected from pid {expected}, got it from {os.getpid()}" in caplog.text
 
 
@@ -340,7 +340,7 @@ def test_the_sample_of_the_configuration_is_copied_and_every_process_is_told_whe
     model = scene.model_of(table)
     model.start(0.0)
     while WORKER not in scene.backend.processes:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     sample.write_bytes(b"another")
     assert len(children) == 2
     for argv in children:
@@ -352,7 +352,7 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
     ends: list[End] = []
     owner: Any = SimpleNamespace(exited=lambda name, end, now: ends.append(end))
     generation = Generation("x.1", Terms(1, 5.0))
-    program = Program(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", why_spawned="it is a test")
+    program = Program(scene.table.python, "mindspore_lite", scene.snapshot.path, "cpu", spawn_reason="it is a test")
     files = GenerationFiles(scene.backend_directory / "x.1")
 
     def spawn(role: Role, program: Program = program) -> Process | None:
@@ -375,8 +375,8 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
     Path(scene.path).unlink()
     assert not spawn(Role.WORKER)
     while len(ends) < 4:
-        scene.loop.wait(30)
-    assert [end.lost for end in ends] == [Lost.STORE, Lost.SNAPSHOT, Lost.SNAPSHOT, Lost.NOTHING]
+        scene.loop.run_once(30)
+    assert [end.missing_file for end in ends] == [Lost.STORE, Lost.SNAPSHOT, Lost.SNAPSHOT, Lost.NONE]
     assert [end.is_transient for end in ends] == [True, True, True, False]
     assert str(ends[3]) == f"the socket where it would connect is gone: {scene.path}; restart weightd"
     assert str(ends[0]) == f"the shared weights in the cache folder are gone: {files.store}"

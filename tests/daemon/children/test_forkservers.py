@@ -32,12 +32,12 @@ class Host:
     def find(self, config: ModelConfig) -> str:
         server = self.servers.find(Program(config.python, config.engine, config.path, "cpu"))
         assert server is not None
-        return server.name or server.why
+        return server.name or server.reason
 
 
 def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
     host = Host()
-    host.servers.want([ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")])
+    host.servers.reconcile([ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")])
     assert [" ".join([*each.command, *each.arguments]) for each in host.started] == [
         "/python -m weightd.worker.forkserver --engine onnxruntime --address ipc://s --name forkserver.1",
         "/python37 -m weightd.worker.forkserver --engine mindspore_lite --address ipc://s --name forkserver.2",
@@ -49,53 +49,53 @@ def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
 
 def test_one_that_no_model_wants_any_more_is_ended() -> None:
     host = Host()
-    host.servers.want([ONNX, LITE])
-    host.servers.want([LITE])
+    host.servers.reconcile([ONNX, LITE])
+    host.servers.reconcile([LITE])
     assert (host.ended, len(host.started)) == ([FIRST], 2)
-    assert not host.servers.is_one(FIRST)
-    assert host.servers.is_one(SECOND)
+    assert not host.servers.is_fork_server(FIRST)
+    assert host.servers.is_fork_server(SECOND)
     # Its end says nothing.
-    host.servers.exited(FIRST, End(-9))
+    host.servers.on_exit(FIRST, End(-9))
     assert len(host.started) == 2
 
 
 def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> None:
     host = Host()
-    host.servers.want([ONNX])
-    host.servers.exited(FIRST, End(-9))
+    host.servers.reconcile([ONNX])
+    host.servers.on_exit(FIRST, End(-9))
     assert host.find(ONNX) == SECOND
-    host.servers.exited(SECOND, End(1, "No module named 'onnxruntime'"))
+    host.servers.on_exit(SECOND, End(1, "No module named 'onnxruntime'"))
     assert "No module named 'onnxruntime'" in host.find(ONNX)
-    (server,) = host.servers.all.values()
-    server.restarts.due_at = 0.0
+    (server,) = host.servers.servers.values()
+    server.restart_backoff.due_at = 0.0
     assert host.find(ONNX) == THIRD
-    assert not server.why
+    assert not server.reason
 
 
 def test_one_that_cannot_be_started_is_told_as_the_reason() -> None:
     host = Host()
     host.fails = True
-    host.servers.want([ONNX])
+    host.servers.reconcile([ONNX])
     assert host.find(ONNX) == "its fork server cannot be started: No such file or directory"
 
 
 def test_one_that_loads_has_longer_to_answer() -> None:
     host = Host()
-    host.servers.want([ONNX])
-    (server,) = host.servers.all.values()
-    assert host.servers.due(FIRST, has_lane=False) == server.since + START_TIMEOUT_S
-    soon = [host.servers.due(FIRST, has_lane=True)]
-    host.servers.forked(FIRST)
-    soon.append(host.servers.due(FIRST, has_lane=False))
-    assert all(server.since + FORK_TIMEOUT_S <= each < server.since + START_TIMEOUT_S for each in soon)
+    host.servers.reconcile([ONNX])
+    (server,) = host.servers.servers.values()
+    assert host.servers.fork_deadline(FIRST, has_channel=False) == server.started_at + START_TIMEOUT_S
+    soon = [host.servers.fork_deadline(FIRST, has_channel=True)]
+    host.servers.on_child_forked(FIRST)
+    soon.append(host.servers.fork_deadline(FIRST, has_channel=False))
+    assert all(server.started_at + FORK_TIMEOUT_S <= each < server.started_at + START_TIMEOUT_S for each in soon)
 
 
 def test_what_all_of_a_kind_have_forked_is_counted() -> None:
     host = Host()
-    host.servers.want([ONNX])
-    host.servers.forked(FIRST)
-    host.servers.exited(FIRST, End(-9))
-    host.servers.forked(SECOND)
-    host.servers.forked("m.1.holder")
-    (server,) = host.servers.all.values()
-    assert server.forked == 2
+    host.servers.reconcile([ONNX])
+    host.servers.on_child_forked(FIRST)
+    host.servers.on_exit(FIRST, End(-9))
+    host.servers.on_child_forked(SECOND)
+    host.servers.on_child_forked("m.1.holder")
+    (server,) = host.servers.servers.values()
+    assert server.fork_count == 2

@@ -34,7 +34,7 @@ class Scene:
         self.path = directory / "lane"
         self.loop = Loop()
         self.lanes = Lanes(self.path, self.loop, self._name_of, self._hear, self._break)
-        self.lanes.several = lambda: self.heard.append(("", "several"))
+        self.lanes.on_message_burst = lambda: self.heard.append(("", "several"))
         self.children: list[Stream] = []
 
     def _name_of(self, pid: int) -> str | None:
@@ -55,13 +55,13 @@ class Scene:
 
     def until(self, done: Callable[[], object]) -> None:
         while not done():
-            self.loop.wait(30)
+            self.loop.run_once(30)
 
     def received(self, child: Stream, count: int) -> list[list[bytes]]:
         """The next messages that the child has."""
         messages: list[list[bytes]] = []
         while len(messages) < count:
-            self.loop.wait(0)
+            self.loop.run_once(0)
             messages += [list(map(bytes, message.frames)) for message in child.receive()]
         return messages
 
@@ -92,56 +92,56 @@ def test_only_this_user_and_only_children_are_let_in(scene: Scene) -> None:
     assert stat.S_IMODE(scene.path.stat().st_mode) == 0o600
     scene.name = None
     stranger = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     with pytest.raises(ConnectionError):
         stranger.receive()
 
 
 def test_what_is_sent_before_a_child_connects_waits_for_it(scene: Scene) -> None:
-    assert not scene.lanes.leads_to("w1")
+    assert not scene.lanes.is_open_or_pending("w1")
     scene.lanes.send("w1", [b"first"])
     scene.lanes.send("w2", [b"for another"])
-    assert scene.lanes.leads_to("w1")
+    assert scene.lanes.is_open_or_pending("w1")
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     scene.lanes.send("w1", [b"second"])
     assert scene.received(child, 2) == [[b"first"], [b"second"]]
-    scene.lanes.forget("w1")
-    scene.lanes.forget("w2")
-    assert not scene.lanes.leads_to("w1")
-    assert not scene.lanes.leads_to("w2")
+    scene.lanes.remove("w1")
+    scene.lanes.remove("w2")
+    assert not scene.lanes.is_open_or_pending("w1")
+    assert not scene.lanes.is_open_or_pending("w2")
 
 
 def test_what_belongs_together_comes_at_the_end_of_the_turn(scene: Scene) -> None:
-    scene.lanes.hold("w1")  # it has not connected: all that waits for it comes together
+    scene.lanes.cork("w1")  # it has not connected: all that waits for it comes together
     child = scene.connect()
-    scene.loop.wait(30)
-    scene.lanes.hold("w1")
+    scene.loop.run_once(30)
+    scene.lanes.cork("w1")
     scene.lanes.send("w1", [b"first"])
     scene.lanes.send("w1", [b"second"])
     assert child.receive() == []
     assert scene.received(child, 2) == [[b"first"], [b"second"]]
-    scene.lanes.hold("w1")
-    scene.lanes.forget("w1")
-    scene.loop.wait(0)
+    scene.lanes.cork("w1")
+    scene.lanes.remove("w1")
+    scene.loop.run_once(0)
 
 
 def test_that_several_messages_have_come_at_once_is_told_before_they_are_heard(scene: Scene) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     child.send([b"one"])
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     child.hold()
     child.send([b"two"])
     child.send([b"three"])
     child.let_go()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     assert scene.heard == [("w1", [b"one"]), ("", "several"), ("w1", [b"two"]), ("w1", [b"three"])]
 
 
 def test_a_child_that_does_not_read_makes_nobody_wait_and_is_heard(scene: Scene) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     for number in b"012":
         scene.lanes.send("w1", [b"%d" % number, b"", LARGE])
     assert not child.send([b"answer", b"", LARGE])
@@ -156,31 +156,31 @@ def test_a_child_that_does_not_read_makes_nobody_wait_and_is_heard(scene: Scene)
 
 def test_what_a_child_has_said_is_read_to_its_end(scene: Scene) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     for _ in range(3):
         child.send([b"answer", b"", bytes(50_000)])
     child.close()
     scene.lanes.send("w1", [b"to nobody"])
-    scene.lanes.read_out("w1")
+    scene.lanes.read_all("w1")
     assert len(scene.heard) == 3
-    assert not scene.lanes.leads_to("w1")
+    assert not scene.lanes.is_open_or_pending("w1")
     scene.lanes.send("w1", [b"to nobody"])
-    assert not scene.lanes.leads_to("w1")
-    scene.lanes.read_out("w1")
+    assert not scene.lanes.is_open_or_pending("w1")
+    scene.lanes.read_all("w1")
 
 
 def test_somebody_who_keeps_a_lane_open_does_not_hold_up_its_end(scene: Scene) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     child.send([b"answer"])
     child.connection.send(b"\1\0")
-    scene.lanes.read_out("w1")
+    scene.lanes.read_all("w1")
     assert scene.heard == [("w1", [b"answer"])]
 
 
 def test_a_child_that_connects_again_has_the_new_lane_and_nothing_of_the_old_one(scene: Scene) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     scene.lanes.send("w1", [b"old", b"", LARGE])
     child.send([b"said before"])
     again = scene.connect()
@@ -195,7 +195,7 @@ def test_a_child_that_connects_again_has_the_new_lane_and_nothing_of_the_old_one
 @pytest.mark.parametrize(("sent", "error"), [(b"\0\0\0\0", "frames: expected"), (b"", "header: longer than")])
 def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, error: str) -> None:
     child = scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     if sent:
         child.connection.send(sent)
     else:
@@ -207,7 +207,7 @@ def test_a_lane_that_breaks_the_protocol_is_closed(scene: Scene, sent: bytes, er
     assert told.startswith(error)
     with pytest.raises(ConnectionError):
         child.receive()
-    assert not scene.lanes.leads_to("w1")
+    assert not scene.lanes.is_open_or_pending("w1")
 
 
 def test_memory_is_given_once_before_what_names_it_and_taken_away_when_it_is_gone(scene: Scene) -> None:

@@ -26,7 +26,7 @@ class World(RuleBasedStateMachine):
 
     @rule(memories=st.lists(st.sampled_from(MEMORIES), max_size=4, unique=True))
     def predict(self, memories: list[Memory]) -> None:
-        surplus, missing = self.mapped.use(memories)
+        surplus, missing = self.mapped.mark_used(memories)
         self.worker.difference_update(surplus)
         for memory in missing:
             assert memory.number not in self.worker
@@ -37,13 +37,13 @@ class World(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7))
     def forget(self, number: int) -> None:
-        assert self.mapped.forget(number) == (number in self.worker)
+        assert self.mapped.remove(number) == (number in self.worker)
         self.worker.discard(number)
         self.used = [each for each in self.used if each != number]
 
     @invariant()
     def nothing_is_to_be_said_of_the_latest(self) -> None:
-        assert self.mapped.latest is None or [self.mapped.latest] == self.used[-1:]
+        assert self.mapped.latest_number is None or [self.mapped.latest_number] == self.used[-1:]
 
 
 TestWorld = World.TestCase

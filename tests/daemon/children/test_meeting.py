@@ -44,7 +44,7 @@ def test_a_table_names_cards_as_the_host_does(
     conf = tmp_path / "hccn.conf"
     conf.write_text("address_0=10.0.0.1\naddress_1=10.0.0.2\n")
     monkeypatch.setattr(meeting, "_HCCN_CONF", conf)
-    table = json.loads(meeting.written_table(["ascend:0", "ascend:1"], ips, 7000))
+    table = json.loads(meeting.generate_rank_table(["ascend:0", "ascend:1"], ips, 7000))
     devices = table["server_list"][0]["device"]
     assert [(each["device_id"], each.get("device_ip")) for each in devices] == expected
     assert {each["device_port"] for each in devices} == {"7000"}
@@ -55,9 +55,9 @@ def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> N
     files = GenerationFiles(tmp_path / "m.1")
     files.create(table)
     told = Meeting(0, 2, 120, 68, table="/given.json")
-    program = Program("/python", "mindspore", "/m", "cpu", meeting=told, table=table)
-    argv = launch.child(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
-    expected = told._replace(table=str(files.table)) if table else told
+    program = Program("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
+    argv = launch.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
+    expected = told._replace(table=str(files.rank_table)) if table else told
     assert Meeting.from_json(argv[argv.index("--ranks") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
 
@@ -71,5 +71,5 @@ def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, ther
     monkeypatch.setattr(meeting, "allowed", lambda: frozenset(there))
     config = ModelConfig("/m", engine="mindspore", ranks=Ranks(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
-    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Place()).meeting for rank in (0, 1, None)]
+    told = [meeting.rank_program(config, snapshot, "cpu", rank, meeting.Place()).rendezvous for rank in (0, 1, None)]
     assert [each and each.cores for each in told] == [*shares, ""]

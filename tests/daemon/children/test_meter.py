@@ -8,18 +8,18 @@ from weightd.daemon.children.meter import Meter
 
 def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:
     path = tmp_path / "copied"
-    written = Meter(path, models=3)
+    written = Meter(path, model_count=3)
     assert meter.read(path) is None
-    written.begins(100)
-    written.add(60)
+    written.start_model(100)
+    written.add_bytes(60)
     # Of those that are not open yet the size is that of the others.
     assert meter.read(path) == (60, 300)
-    written.add(40)
-    written.begins(200)
-    written.add(10)
+    written.add_bytes(40)
+    written.start_model(200)
+    written.add_bytes(10)
     assert meter.read(path) == (110, 450)
     written.close()
-    written.add(1)
+    written.add_bytes(1)
     assert meter.read(path) == (110, 450)
 
 
@@ -34,6 +34,6 @@ def test_what_is_no_meter_tells_nothing(tmp_path: Path) -> None:
 
 def test_a_copy_goes_on_where_nobody_can_be_told(tmp_path: Path) -> None:
     written = Meter(tmp_path / "none" / "copied")
-    written.begins(1)
-    written.add(1)
+    written.start_model(1)
+    written.add_bytes(1)
     written.close()

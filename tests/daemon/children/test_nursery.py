@@ -94,9 +94,9 @@ class World(RuleBasedStateMachine):
         forked = Forked(name, pid, error)
         if not counts and self.unanswered.get(name) != parent:
             with pytest.raises(RemoteProtocolError, match=name):
-                self.nursery.answered(parent, forked)
+                self.nursery.on_fork_reply(parent, forked)
             return
-        self.nursery.answered(parent, forked)
+        self.nursery.on_fork_reply(parent, forked)
         del self.unanswered[name]
         if not counts:
             # It was forked all the same: somebody has to end it.
@@ -118,16 +118,16 @@ class World(RuleBasedStateMachine):
         its = {name for name in self.pending if self.wanted[name].parent == parent}
         before = {*self.unborn}
         self.unanswered = {name: each for name, each in self.unanswered.items() if each != parent}
-        self.nursery.lost(parent)
+        self.nursery.on_parent_exit(parent)
         assert self.unborn.keys() - before == its
         assert all(parent in self.unborn[name] for name in its)
 
     @rule(seconds=st.sampled_from([0.5, PATIENCE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        late = {self.wanted[name].parent for name in self.pending if self.wanted[name].due <= self.now}
+        late = {self.wanted[name].parent for name in self.pending if self.wanted[name].deadline <= self.now}
         self.hung.clear()
-        self.timers.run(self.now)
+        self.timers.run_due(self.now)
         # What has been ended is left a second for its end to be told.
         assert set(self.hung) == late or self.now < self.told_at + 1.0
         if self.hung:
@@ -137,7 +137,7 @@ class World(RuleBasedStateMachine):
     def it_knows_what_is_under_way(self) -> None:
         assert set(self.nursery.parents()) == {self.wanted[name].parent for name in self.pending}
         for parent in {*self.unanswered.values(), *self.nursery.parents(), "nobody"}:
-            assert self.nursery.awaits(parent) == (parent in self.unanswered.values())
+            assert self.nursery.is_awaited(parent) == (parent in self.unanswered.values())
 
 
 TestWorld = World.TestCase
@@ -149,5 +149,5 @@ def test_a_child_that_is_forked_when_nobody_wants_it_any_more_is_ended() -> None
     launch = Launch("m.1.w0", ["python"], [], Path("/logs/m.1.w0"), {})
     world.nursery.fork(Wanted(launch, "m.1.holder", PATIENCE_S, world.instead))
     assert world.nursery.cancel(launch.name)
-    world.nursery.answered("m.1.holder", Forked(launch.name, 101, ""))
+    world.nursery.on_fork_reply("m.1.holder", Forked(launch.name, 101, ""))
     assert (world.surplus, world.born, world.unborn) == ({101}, {}, {})

@@ -16,7 +16,7 @@ import pytest
 
 from weightd.daemon.children import snapshotter
 from weightd.daemon.children.owner import Snapshot
-from weightd.daemon.children.pinning import Pinning, directory_name
+from weightd.daemon.children.pinning import Pinning, snapshot_directory_name
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
 from weightd.daemon.children.snapshotter import Taken
@@ -48,11 +48,11 @@ class Scene:
 
     def pin(self, config: ModelConfig | None = None, expected: str = "") -> None:
         owner: Any = self
-        self.pinning.pin(owner, "m", config or self.config, self.source, expected)
+        self.pinning.take_snapshot(owner, "m", config or self.config, self.source, expected)
 
     def wait(self) -> None:
         while self.running.processes:
-            self.loop.wait(30)
+            self.loop.run_once(30)
 
     def pinned(self, source: Source, snapshot: Snapshot, now: float) -> None:
         self.told.append((source, snapshot))
@@ -95,11 +95,11 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
     assert snapshot.identity == identity(model_files(Path(snapshot.path)))
     copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
-    assert scene.pinning.copied("m", scene.source) == (7, 7)
-    assert scene.pinning.copied("m", replace(scene.source, number=4)) is None
+    assert scene.pinning.copy_progress("m", scene.source) == (7, 7)
+    assert scene.pinning.copy_progress("m", replace(scene.source, number=4)) is None
     assert [each.read_bytes() for each in copies] == [b"a model", b"weights", b"a sample"]
-    assert all(each.is_relative_to(scene.directory / directory_name("m", 3)) for each in copies)
-    scene.pinning.unpin("m", scene.source)
+    assert all(each.is_relative_to(scene.directory / snapshot_directory_name("m", 3)) for each in copies)
+    scene.pinning.remove_snapshot("m", scene.source)
     assert list(scene.directory.iterdir()) == []
 
 
@@ -111,9 +111,9 @@ def test_what_was_taken_of_a_file_is_known_until_it_is_removed(scene: Scene, mon
         scene.source = replace(scene.source, number=number)
         scene.pin()
         scene.wait()
-        scene.pinning.unpin("m", replace(scene.source, number=gone))
+        scene.pinning.remove_snapshot("m", replace(scene.source, number=gone))
     taken = [Taken(snapshot.path, SHA, 7, "known", "from") for _, snapshot in scene.told]
-    assert [each.wanted[0].known for each in orders] == [None, *taken[:2], None]
+    assert [each.requests[0].previous for each in orders] == [None, *taken[:2], None]
 
 
 def test_each_file_is_read_by_the_right_by_which_it_was_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_each_file_is_read_by_the_right_by_which_it_was_named(scene: Scene, monk
     scene.source = replace(scene.source, weights="/w.npz", grant=alice, weights_grant=bob)
     scene.pin(replace(scene.config, canary="/s.npz"))
     [order] = orders
-    assert [each.grant for each in order.wanted] == [alice]
+    assert [each.grant for each in order.requests] == [alice]
     assert {each.path: each.grant for each in order.files} == {"/w.npz": bob, "/s.npz": OPERATOR}
 
 
@@ -173,7 +173,7 @@ def test_one_that_cannot_be_taken_is_told_with_the_cause_and_leaves_nothing(scen
 
 def test_one_that_nobody_wants_any_more_is_not_taken_to_its_end(scene: Scene) -> None:
     scene.pin()
-    scene.pinning.unpin("m", scene.source)
+    scene.pinning.remove_snapshot("m", scene.source)
     scene.wait()
     assert scene.told == [(scene.source, "the snapshot killed by SIGKILL (weightd has ended it)")]
     assert list(scene.directory.iterdir()) == []

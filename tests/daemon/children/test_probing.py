@@ -23,9 +23,9 @@ def loop() -> Iterator[Loop]:
 def ask(loop: Loop, probing: Probing, python: Path, *names: str) -> None:
     """Have the cards asked, until it is over."""
     over: list[None] = []
-    probing.ask(str(python), names, python.with_name("log"), lambda: over.append(None))
+    probing.probe(str(python), names, python.with_name("log"), lambda: over.append(None))
     while not over:
-        loop.wait(30)
+        loop.run_once(30)
 
 
 @pytest.mark.parametrize(

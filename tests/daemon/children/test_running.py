@@ -48,4 +48,4 @@ def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running
     wait(running)
     running.kill("child")
     end = running.reap("child")
-    assert (end.status, end.by, end.from_outside) == (-signal.SIGKILL, By.UNKNOWN, True)
+    assert (end.status, end.by, end.is_external) == (-signal.SIGKILL, By.UNKNOWN, True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.children.seals import Seal, seal
+from weightd.daemon.children.seals import Seal, fingerprint_of
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def sealed(store: Path) -> Iterator[Seal]:
     before = {each.name for each in Path("/proc/self/fd").iterdir()}
-    made = seal(store)
+    made = fingerprint_of(store)
     assert made is not None
     yield made
     made.close()
@@ -30,7 +30,7 @@ def sealed(store: Path) -> Iterator[Seal]:
 @pytest.mark.parametrize("damage", ["truncated", "truncated and set back", "overwritten", "appended to"])
 def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: Seal, damage: str) -> None:
     store.read_bytes()
-    assert sealed.intact()
+    assert sealed.is_intact()
     if damage.startswith("truncated"):
         os.truncate(store, 4096)
     else:
@@ -38,11 +38,11 @@ def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: Sea
             file.write(b"y")
     if damage.endswith("set back"):
         os.utime(store, ns=(0, 10**18))
-    assert not sealed.intact()
+    assert not sealed.is_intact()
 
 
 def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Path, sealed: Seal) -> None:
     store.unlink()
-    assert seal(store) is None
+    assert fingerprint_of(store) is None
     store.write_bytes(b"another")
-    assert sealed.intact()
+    assert sealed.is_intact()

@@ -67,7 +67,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
         (graph, {"big_graph.mindir", "big_variables/data_0", "big_variables/data_1"}),
         (link, {"link.mindir"}),
     ):
-        taken = snapshotter.take(path, directory)
+        taken = snapshotter.take_snapshot(path, directory)
         copy, sha256, nbytes, known, _ = Path(taken.path), *taken[1:]
         assert (copy, names(directory)) == (directory / path.name, expected)
         assert sha256 == digest(copy) == digest(path)
@@ -81,7 +81,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
 # --- how it is copied -----------------------------------------------------------------------------------------------
 
 Copy = Callable[[BinaryIO, Path, Meter], str]
-_copy: Copy = snapshotter._copy  # pyright: ignore[reportPrivateUsage]
+_copy: Copy = snapshotter._copy_file  # pyright: ignore[reportPrivateUsage]
 
 
 def clone(writer: int, request: int, reader: int) -> int:
@@ -99,7 +99,7 @@ def test_the_copy_is_equal_however_it_is_made(
     refused = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     monkeypatch.setattr(fcntl, "ioctl", clone if shares_blocks else mock.Mock(side_effect=refused))
     monkeypatch.setattr(snapshotter, "_BLOCK_BYTES", block_bytes)
-    taken = snapshotter.take(model, directory)
+    taken = snapshotter.take_snapshot(model, directory)
     copy = Path(taken.path)
     model.write_bytes(b"other")
     assert (copy.read_bytes(), mode(copy), taken.sha256) == (CONTENT, 0o400, hashlib.sha256(CONTENT).hexdigest())
@@ -123,10 +123,10 @@ def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
     settled(model, monkeypatch)
-    first = snapshotter.take(model, directory)
+    first = snapshotter.take_snapshot(model, directory)
     monkeypatch.setattr(snapshotter, "_copy", mock.Mock(side_effect=AssertionError("copied")))
-    again = snapshotter.take(model, tmp_path / "again", first)
-    assert again == (str(tmp_path / "again" / "big.onnx"), *first[1:3], again.identity, first.origin)
+    again = snapshotter.take_snapshot(model, tmp_path / "again", first)
+    assert again == (str(tmp_path / "again" / "big.onnx"), *first[1:3], again.identity, first.source_identity)
     assert again.identity == identity(model_files(Path(again.path)))
     shutil.rmtree(directory)
     assert digest(Path(again.path)) == first.sha256 == digest(model)
@@ -139,9 +139,9 @@ def test_what_is_written_to_a_mapping_is_copied_again(
     changed_long_ago(model, monkeypatch)
     with model.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         mapping[0] = 1
-        first = snapshotter.take(model, directory)
+        first = snapshotter.take_snapshot(model, directory)
         mapping[0] = 2
-        again = snapshotter.take(model, tmp_path / "again", first)
+        again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert (first.sha256, again.sha256) == tuple(
         hashlib.sha256(bytes([each]) + CONTENT[1:]).hexdigest() for each in (1, 2)
     )
@@ -154,7 +154,7 @@ def test_of_a_file_in_memory_a_mapping_may_be_written_to_at_any_time(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         copy = Path(shutil.copy(model, memory))
         changed_long_ago(copy, monkeypatch)
-        assert snapshotter.take(copy, directory).origin == ""
+        assert snapshotter.take_snapshot(copy, directory).source_identity == ""
 
 
 def _touched(model: Path, copy: Path) -> None:
@@ -188,7 +188,7 @@ def test_it_is_copied_where_that_is_not_provably_the_same(
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=1)
     settled(model, monkeypatch)
-    first = snapshotter.take(model, directory)
+    first = snapshotter.take_snapshot(model, directory)
     clock = tmp_path / "clock"
     clock.touch()
     while clock.stat().st_ctime_ns <= model.stat().st_ctime_ns:
@@ -196,7 +196,7 @@ def test_it_is_copied_where_that_is_not_provably_the_same(
     change(model, Path(first.path))
     if change is _no_links:
         monkeypatch.setattr(os, "link", one_only)
-    again = snapshotter.take(model, tmp_path / "again", first)
+    again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert again.sha256 == first.sha256 == digest(Path(again.path))
     assert {path.stat().st_nlink for path in (tmp_path / "again").iterdir()} == {1}
 
@@ -204,7 +204,7 @@ def test_it_is_copied_where_that_is_not_provably_the_same(
 def test_what_has_just_been_changed_may_change_once_more(model: Path, directory: Path, tmp_path: Path) -> None:
     """Within a tick of the clock that would not show."""
     os.utime(model)
-    assert snapshotter.take(model, directory).origin == ""
+    assert snapshotter.take_snapshot(model, directory).source_identity == ""
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_a_model_that_changes_while_it_is_copied_is_refused(
 
     monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError) as caught:
-        snapshotter.take(model, directory)
+        snapshotter.take_snapshot(model, directory)
     assert str(caught.value) == f"{model}: changed while it was copied; load it again once it is complete"
 
 
@@ -261,7 +261,7 @@ def test_an_external_file_that_changes_is_refused(
 
     monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
-        snapshotter.take(model, directory)
+        snapshotter.take_snapshot(model, directory)
 
 
 def test_a_copy_that_names_other_files_is_refused(
@@ -282,7 +282,7 @@ def test_a_copy_that_names_other_files_is_refused(
 
     monkeypatch.setattr(snapshotter, "_copy", changing)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
-        snapshotter.take(model, directory)
+        snapshotter.take_snapshot(model, directory)
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_p
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
     wanted, files = [Wanted(str(model), str(directory))], [Single(str(weights), str(copy))]
-    [(sha256, nbytes, *_)] = snapshotter.answer(wanted, files)["taken"]
+    [(sha256, nbytes, *_)] = snapshotter.run_requests(wanted, files)["taken"]
     assert (sha256, nbytes) == (digest(model), len(CONTENT))
     assert (copy.read_bytes(), mode(copy)) == (b"weights", 0o400)
     shutil.rmtree(directory)
     weights.unlink()
     os.mkfifo(weights)
     error = f"{weights}: expected a file, got a special file"
-    assert snapshotter.answer(wanted, files) == {"error": error, "transient": False}
+    assert snapshotter.run_requests(wanted, files) == {"error": error, "transient": False}
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_what_goes_wrong_is_answered_in_a_line(
         model.unlink()
     elif spoilt == "directory":
         directory.mkdir()
-    answer = snapshotter.answer([Wanted(str(model), str(directory))])
+    answer = snapshotter.run_requests([Wanted(str(model), str(directory))])
     error = text.format(model=model, directory=directory)
     assert answer == {"error": error, "transient": spoilt != "directory"}
 
@@ -330,31 +330,31 @@ def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
     os.utime(model, (1e9, 1e9))
     monkeypatch.setattr(snapshotter, "_SETTLED_NS", 0)
     monkeypatch.setattr(snapshotter, "_written_out", lambda file: file.close() or True)
-    known = snapshotter.take(model, directory)
-    assert known.origin
+    known = snapshotter.take_snapshot(model, directory)
+    assert known.source_identity
     other = directory.with_name("other")
     expected = "0" * 64
-    answer = snapshotter.answer([Wanted(str(model), str(other), list(known), expected)])
+    answer = snapshotter.run_requests([Wanted(str(model), str(other), list(known), expected)])
     error = f"{model}: the file has changed since it was loaded: expected sha256 000000000000, got {known.sha256:.12}"
     assert answer == {"error": error, "transient": False, "changed": True}
     # The same one is taken, and so is one of which nothing is known.
     shutil.rmtree(other)
-    assert snapshotter.take(model, other, known, expected=known.sha256).sha256 == known.sha256
+    assert snapshotter.take_snapshot(model, other, known, expected_sha256=known.sha256).sha256 == known.sha256
     shutil.rmtree(other)
-    assert snapshotter.take(model, other, None, expected=expected).sha256 == known.sha256
+    assert snapshotter.take_snapshot(model, other, None, expected_sha256=expected).sha256 == known.sha256
 
 
 def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
     wanted = [Wanted(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
-    assert snapshotter.answer(wanted) == {"error": f"{other}: No such file or directory", "transient": True}
+    assert snapshotter.run_requests(wanted) == {"error": f"{other}: No such file or directory", "transient": True}
     other.write_bytes(b"other")
     shutil.rmtree(tmp_path / "rank0")
     error = f"cannot copy {other} to {tmp_path / 'rank1'}: File exists"
-    assert snapshotter.answer(wanted) == {"error": error, "transient": False}
+    assert snapshotter.run_requests(wanted) == {"error": error, "transient": False}
     for rank in (0, 1):
         shutil.rmtree(tmp_path / f"rank{rank}")
-    assert [each[0] for each in snapshotter.answer(wanted)["taken"]] == [digest(model), digest(other)]
+    assert [each[0] for each in snapshotter.run_requests(wanted)["taken"]] == [digest(model), digest(other)]
 
 
 # Looks at the process's score for the end by want of memory when it ends.

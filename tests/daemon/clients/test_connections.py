@@ -34,7 +34,7 @@ from weightd.shared.stream import Stream
 
 LIMIT_S = 20.0
 ROOM = 2**20
-LIMITS = Limits(most=3)
+LIMITS = Limits(max_connections=3)
 SOMEBODY = Identity(Origin("process 1 of uid 7", "uid 7"))
 
 
@@ -75,7 +75,7 @@ class Hall:
         for _ in range(int(LIMIT_S / 0.05)):
             if check():
                 return
-            self.loop.wait(0.05)
+            self.loop.run_once(0.05)
         raise TimeoutError
 
     @property
@@ -119,13 +119,13 @@ def test_who_sends_many_at_once_has_them_heard_in_turns_and_then_its_end(hall: H
     if goes:
         greedy.close()
     modest.send(message(b"modest"))
-    hall.loop.wait(0.0)
+    hall.loop.run_once(0.0)
     assert [b"modest"] in hall.frames
     assert 0 < len(hall.frames) < 50
     # No event is waited for.
     while len(hall.frames) <= len(many):
         before = len(hall.frames)
-        hall.loop.wait(LIMIT_S)
+        hall.loop.run_once(LIMIT_S)
         assert before < len(hall.frames) < before + 50
     greedy.close()
     hall.until(lambda: hall.gone)
@@ -168,7 +168,7 @@ def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> No
     while left:
         with contextlib.suppress(BlockingIOError):
             left = left[client.send(left) :]
-        hall.loop.wait(0.0)
+        hall.loop.run_once(0.0)
     hall.until(lambda: len(hall.messages) == 2)
     assert (hall.frames[1], hall.room.used_bytes) == ([b"e", b"d", body], 0)
 
@@ -249,7 +249,7 @@ def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and
     with pytest.raises(BlockingIOError):
         clients[0].recv(1)
     hall.connections.disconnect(ends, "as a test")
-    hall.loop.wait(0.0)
+    hall.loop.run_once(0.0)
     everything = b"".join(message(b"%d" % number) for number in range(2000))
     assert [each.recv(2 * len(everything)) == everything for each in (clients[0], clients[2])] == [True, True]
     assert slow.unread == hall.room.used_by(slow.key) > 0
@@ -257,7 +257,7 @@ def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and
     sizes: list[int] = []
     while len(sizes) < 60:
         sizes += [len(each.frames[0]) for each in read.receive()]
-        hall.loop.wait(0.0)
+        hall.loop.run_once(0.0)
     assert (slow.unread, {*sizes}) == (0, {10_000})
     hall.until(lambda: goes in hall.gone)
     assert hall.connections.send(reads.key, [b"now"])
@@ -298,7 +298,7 @@ def test_the_last_answers_are_read_before_all_are_let_go(hall: Hall, monkeypatch
         hall.connections.send(key, [b"e", b"d", bytes(100_000)])
     read: list[Any] = []
 
-    wait = hall.loop.wait
+    wait = hall.loop.run_once
 
     def reading(seconds: float) -> None:
         read.extend(client.receive())
@@ -379,12 +379,12 @@ def test_few_keep_descriptors_open_by_a_message_that_does_not_end(hall: Hall, mo
     for each in slow[:2]:
         socket.send_fds(each, [b"\1"], [memory])
         hall.until(lambda: any(one.stream.descriptors for one in [*hall.connections]))
-    hall.loop.wait(0)
+    hall.loop.run_once(0)
     slow[0].send(bytes(3) + b"\1\0\0\0a")
     hall.until(lambda: hall.messages)
     socket.send_fds(slow[2], [b"\1"], [memory])
     hall.until(lambda: [*hall.connections][2].stream.descriptors)
-    hall.loop.wait(0)
+    hall.loop.run_once(0)
     assert not hall.gone
     late = hall.come(SOMEBODY._replace(is_near=True))
     socket.send_fds(late, [b"\1"], [memory])
@@ -403,7 +403,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
         client = hall.come(identity)
         socket.send_fds(client, [b"\1"], [memory])
         hall.until(lambda: [*hall.connections][-1].stream.descriptors or hall.gone)
-        hall.loop.wait(0)
+        hall.loop.run_once(0)
     hall.until(lambda: hall.gone)
     assert [each.user for each in hall.gone] == [SOMEBODY.origin.far]
     assert [each.user for each in hall.connections] == [SOMEBODY.origin.far, "uid 8"]
@@ -633,4 +633,4 @@ def test_beyond_some_connections_of_a_user_the_kernel_keeps_less_of_what_each_do
         return sum(received) == len(message(bytes(500_000)))
 
     while not read():
-        hall.loop.wait(0.0)
+        hall.loop.run_once(0.0)

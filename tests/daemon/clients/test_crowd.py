@@ -15,7 +15,7 @@ from weightd.daemon.clients.connection import Connection, Identity
 from weightd.daemon.clients.crowd import Doorkeeper, max_total_regions
 from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
-from weightd.daemon.host.crowding import NO_TENANT, Crowd, allow_descriptors, for_clients
+from weightd.daemon.host.crowding import NO_TENANT, Crowd, raise_descriptor_limit, max_client_descriptors
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.shared.stream import Stream
@@ -39,7 +39,7 @@ class Hall:
             came.has_spoken, came.tenant = speak, tenant
             self.there.append(came)
             # Their end is told later: who is turned away counts among those that are there.
-            self._turned_away += [gone.guest for gone in self.crowd.add_connection(came, len(self.there))]
+            self._turned_away += [gone.connection for gone in self.crowd.add_connection(came, len(self.there))]
 
     def turned_away(self) -> list[int]:
         """Return who had to go since this was asked last, by number."""
@@ -123,7 +123,7 @@ class Place:
         guest = Guest(user, account, float(len(self.there)))
         self.there.append(guest)
         self.crowd.add(guest, user, account)
-        gone = [each.guest for each in self.crowd.reduce(self.most, "KEY")]
+        gone = [each.connection for each in self.crowd.evict_excess(self.most, "KEY")]
         self.there = [each for each in self.there if each not in gone]
         guest.has_spoken, guest.is_busy = speaks or busy, busy
         return gone
@@ -213,11 +213,11 @@ def test_the_reason_names_the_limit_and_the_numbers() -> None:
     crowd: Crowd[Guest] = Crowd()
     for number in range(9):
         crowd.add(Guest("x"), "uid 1", "a" if number else "b")
-    [gone, *_] = crowd.reduce(8, "max_connections")
-    assert gone.why == ("expected at most 8 connections (max_connections), got 9, of which uid 1 has 8, and tenant a 8")
+    [gone, *_] = crowd.evict_excess(8, "max_connections")
+    assert gone.reason == ("expected at most 8 connections (max_connections), got 9, of which uid 1 has 8, and tenant a 8")
     for _ in range(3):
         crowd.add(Guest("x"), "uid 2", NO_TENANT)
-    assert crowd.reduce(11, "KEY")[0].why == ("expected at most 2 of users without a tenant, a part of 11 (KEY), got 3")
+    assert crowd.evict_excess(11, "KEY")[0].reason == ("expected at most 2 of users without a tenant, a part of 11 (KEY), got 3")
 
 
 def may_end(there: list[Guest], most: int) -> list[Guest]:
@@ -266,7 +266,7 @@ def test_which_connections_end_is_by_the_rule_whatever_has_happened(
             there.append(Guest(f"{account} {index % 3}", account, float(number)))
             crowd.add(there[-1], there[-1].user, account)
             possible = may_end(there, most)
-            gone = [each.guest for each in crowd.reduce(most, "KEY")]
+            gone = [each.connection for each in crowd.evict_excess(most, "KEY")]
             assert len(gone) == bool(possible)
             assert set(gone) <= set(possible)
             there = [each for each in there if each not in gone]
@@ -288,12 +288,12 @@ def test_as_many_descriptors_as_the_system_allows_and_some_are_left_for_others()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
-        allow_descriptors()
+        raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
         for limit, most in ((300, 44), (1024, 512), (8000, 4000)):
             if limit <= before[1]:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-                assert for_clients() == most
+                assert max_client_descriptors() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -305,4 +305,4 @@ def test_regions_and_connections_leave_a_part_of_the_descriptors(limit: int, mon
 
     monkeypatch.setattr(resource, "getrlimit", getrlimit)
     assert max_total_regions() >= 31
-    assert limit - for_clients() - max_total_regions() >= 31
+    assert limit - max_client_descriptors() - max_total_regions() >= 31

@@ -155,7 +155,7 @@ class World:
         for _ in range(int(LIMIT_S / 0.05)):
             if check():
                 return
-            self.loop.wait(0.05)
+            self.loop.run_once(0.05)
         raise TimeoutError
 
     def refusals(self, client: Peer, count: int) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ class World:
         for _ in range(400):
             if check():
                 return
-            self.loop.wait(0.05)
+            self.loop.run_once(0.05)
         raise TimeoutError
 
     def hear(self, client: Stream) -> Any:

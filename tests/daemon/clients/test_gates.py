@@ -26,7 +26,7 @@ from weightd.daemon.clients.gates import Bounds, Gates, Lock, backoff_s
 from weightd.daemon.gate.link import PeerIdentity
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.listening import listening
+from weightd.daemon.host.listening import listen_on
 from weightd.daemon.host.logs import client_of
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.membership import Members
@@ -91,7 +91,7 @@ class Daemon:
 
     def _run(self) -> None:
         while not self._ends.is_set():
-            self.loop.wait(0.05)
+            self.loop.run_once(0.05)
 
     def _adopt(self, listener: str, connection: socket.socket, identity: PeerIdentity) -> None:
         lane = Stream(connection)
@@ -124,7 +124,7 @@ def address(tmp_path: Path) -> str:
 @pytest.fixture
 def serve(address: str) -> Iterator[Callable[..., Daemon]]:
     made: list[Daemon] = []
-    with listening(address) as listener:
+    with listen_on(address) as listener:
 
         def started(max_memory_bytes: int = 256 * MIB, lock: Lock = OPEN, **others: socket.socket) -> Daemon:
             made.append(Daemon({"default": listener, **others}, max_memory_bytes, lock))
@@ -174,7 +174,7 @@ def is_answered(client: Socket) -> bool:
 def test_messages_pass_as_they_are_and_who_says_them_is_told(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], kind: str
 ) -> None:
-    with listening("tcp://127.0.0.1:0") as tcp:
+    with listen_on("tcp://127.0.0.1:0") as tcp:
         daemon = serve(other=tcp)
         port = tcp.getsockname()[1]
         client = connect(*[f"tcp://127.0.0.1:{port}"] if kind == "tcp" else [])
@@ -319,7 +319,7 @@ def test_a_gate_that_dies_takes_nothing_with_it_but_its_connections(
     serve: Callable[..., Daemon], connect: Callable[..., Socket], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = f"ipc://{tmp_path}/other"
-    with caplog.at_level(logging.INFO), listening(other) as listener:
+    with caplog.at_level(logging.INFO), listen_on(other) as listener:
         daemon = serve(other=listener)
         gate, neighbour = daemon.gates.proxies
         one, two = connect(), connect(other)

@@ -23,7 +23,7 @@ import pytest
 from weightd.daemon.children.launchers.keeper import link
 from weightd.daemon.children.launchers.keeper.link import Keeper
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.continuity.claim import claim, make_private
+from weightd.daemon.continuity.claim import lock_instance, make_private_directory
 from weightd.daemon.host.directories import ClaimError
 
 # A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
@@ -77,7 +77,7 @@ def stale_socket(path: Path) -> None:
 
 def refused(config: DaemonConfig) -> str:
     """Return why the daemon's paths cannot be had."""
-    with pytest.raises(ClaimError) as caught, claim(config):
+    with pytest.raises(ClaimError) as caught, lock_instance(config):
         pass
     return str(caught.value)
 
@@ -89,7 +89,7 @@ def test_it_has_its_paths_and_leaves_none_behind(root: Path, config: DaemonConfi
     lock.write_text("123456789012345\n")  # a longer pid
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "old").touch()
-    with contextlib.suppress(ZeroDivisionError), claim(config):
+    with contextlib.suppress(ZeroDivisionError), lock_instance(config):
         assert tree(root) == {"run/weightd.sock.lock"}
         assert lock.read_text() == f"{os.getpid()}\n"
         assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
@@ -112,7 +112,7 @@ def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: boo
             first.send_signal(signal.SIGKILL)
     # What a killed daemon left is removed.
     assert len(tree(root)) == (3 if killed else 0)
-    with claim(config):
+    with lock_instance(config):
         assert tree(root) == {"run/weightd.sock.lock"}
     assert tree(root) == set()
 
@@ -121,7 +121,7 @@ def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: boo
 def test_another_name_of_the_same_socket_is_the_same_socket(root: Path, config: DaemonConfig, address: str) -> None:
     twin = dataclasses.replace(config, socket=address.format(root))
     first = config if address.startswith("ipc") else twin
-    with claim(first):
+    with lock_instance(first):
         # Of a TCP address the lock is in the runtime directory.
         assert tree(root) == {"run/weightd.sock.lock" if first is config else f"run/{twin.daemon_key}.lock"}
         assert f"running already on this socket, as pid {os.getpid()} " in refused(twin)
@@ -130,9 +130,9 @@ def test_another_name_of_the_same_socket_is_the_same_socket(root: Path, config: 
 
 def test_two_daemons_on_two_sockets_share_directories(root: Path, config: DaemonConfig) -> None:
     other = dataclasses.replace(config, socket=f"ipc://{root}/run/other.sock")
-    with claim(config):
+    with lock_instance(config):
         (config.private_dir / "mine").touch()
-        with claim(other):
+        with lock_instance(other):
             (other.private_dir / "theirs").touch()
         assert (config.private_dir / "mine").exists()
     assert tree(root) == set()
@@ -146,7 +146,7 @@ def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig
     assert tree(root) == {str(path.relative_to(root))}
     assert not config.private_dir.exists()
     path.unlink()
-    with claim(config):
+    with lock_instance(config):
         path.write_text("precious")  # it has taken the socket's place
     assert path.read_text() == "precious"
 
@@ -184,14 +184,14 @@ def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
     directory.chmod(0o777)
     assert re.match(rf"{directory}: every user may remove .*: expected mode 0775, or the sticky bit", refused(config))
     directory.chmod(0o1777)
-    with claim(config):
+    with lock_instance(config):
         pass
 
 
 def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonConfig) -> None:
     before = os.umask(0)
     try:
-        with claim(config):
+        with lock_instance(config):
             assert {stat.S_IMODE((root / each).stat().st_mode) for each in ("run", "cache")} == {0o755}
     finally:
         os.umask(before)
@@ -214,13 +214,13 @@ def test_another_users_files_are_an_error_of_one_line(
 
 
 def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
-    with claim(config, kept=True):
+    with lock_instance(config, kept=True):
         # It is not made, either: that is done when it is known that there is no keeper.
         assert not config.private_dir.exists()
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "pages").touch()
     stale_socket(config.children_socket)
-    with claim(config, kept=True):
+    with lock_instance(config, kept=True):
         assert tree(root) == {"run/weightd.sock.lock", f"cache/{config.daemon_key}/pages"}
     assert tree(root) == {f"cache/{config.daemon_key}/pages"}
 
@@ -229,7 +229,7 @@ def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonC
 def keeper(config: DaemonConfig) -> Iterator[Keeper]:
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "left").touch()
-    made = link.start(config.private_dir)
+    made = link.start_shim(config.private_dir)
     yield made
     if made.descriptor >= 0:  # else the test has let go of it
         made.close()
@@ -255,7 +255,7 @@ def test_a_private_directory_is_made_once_its_keeper_has_ended(
     # Only when somebody waits for it.
     monkeypatch.setattr(time, "sleep", sleep)
     with caplog.at_level(logging.INFO, "weightd"):
-        make_private(config.private_dir)
+        make_private_directory(config.private_dir)
     assert [each.getMessage() for each in caplog.records] == [
         "waiting for the processes of the daemon before this one to end"
     ]
@@ -274,5 +274,5 @@ def test_a_lock_that_was_removed_before_it_was_had_is_nobodys(
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with claim(config):
+    with lock_instance(config):
         assert lock.read_text() == f"{os.getpid()}\n"

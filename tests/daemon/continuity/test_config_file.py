@@ -45,7 +45,7 @@ def good(directory: Path, workers: int, **daemon: object) -> str:
 def begin(path: Path, holder: Any, text: str) -> tuple[ConfigFile, Config]:
     path.write_text(text)
     file = ConfigFile(path, holder)
-    return file, file.begin()
+    return file, file.load_initial()
 
 
 def test_a_wrong_file_ends_the_first_start(tmp_path: Path, holder: Any) -> None:
@@ -59,7 +59,7 @@ def test_a_wrong_file_does_not_end_what_was_in_force(
 ) -> None:
     path = tmp_path / "c"
     for workers in (3, 20):
-        begin(path, holder, good(tmp_path, workers))[0].in_force()
+        begin(path, holder, good(tmp_path, workers))[0].mark_in_force()
     # What is there already may still take no directory.
     directories = {"below a file": path / "below", "/proc": "/proc"}
     text = good(tmp_path, 1, cache_dir=directories[wrong]) if wrong in directories else wrong
@@ -71,18 +71,18 @@ def test_a_wrong_file_does_not_end_what_was_in_force(
         assert file.note.endswith("what was in force before is served")
         assert {each.levelno for each in caplog.records} == {logging.ERROR}
         assert caplog.messages[-1] == f"{path} is not in force: going on with what was in force before"
-        file.in_force()
+        file.mark_in_force()
     # A shorter one leaves nothing of the longer one.
     file, config = begin(path, holder, good(tmp_path, 4))
     assert (file.note, config.models["m"].workers) == ("", 4)
-    file.in_force()
+    file.mark_in_force()
     assert begin(path, holder, WRONG)[1].models["m"].workers == 4
 
 
 def test_what_was_read_but_never_in_force_is_not_gone_on_with(tmp_path: Path, holder: Any) -> None:
     path = tmp_path / "c"
     file, _ = begin(path, holder, good(tmp_path, 2))
-    file.in_force()
+    file.mark_in_force()
     path.write_text(good(tmp_path, 5))
     file.read()
     assert begin(path, holder, WRONG)[1].models["m"].workers == 2
@@ -90,7 +90,7 @@ def test_what_was_read_but_never_in_force_is_not_gone_on_with(tmp_path: Path, ho
 
 def test_what_this_version_does_not_understand_is_of_no_use(tmp_path: Path, holder: Any) -> None:
     path = tmp_path / "c"
-    begin(path, holder, good(tmp_path, 2))[0].in_force()
+    begin(path, holder, good(tmp_path, 2))[0].mark_in_force()
     os.pwrite(holder.inherited["config"][0], b"\xff", 0)
     with pytest.raises(ConfigError, match="not TOML"):
         begin(path, holder, WRONG)

@@ -50,7 +50,7 @@ class Stage:
 
     def look(self, seconds: float = 0.0, note: str = "") -> list[str]:
         self.now += seconds
-        return self.herald.look(self.seen, self.now, note)
+        return self.herald.poll(self.seen, self.now, note)
 
     def told(self, seconds: float = 0.0) -> list[str]:
         """Without the status."""
@@ -61,10 +61,10 @@ class Stage:
         return status.removeprefix("STATUS=")
 
     def ready(self) -> bool:
-        return self.herald.ready
+        return self.herald.is_ready
 
     def failed(self) -> bool:
-        return self.herald.failed(self.seen)
+        return self.herald.has_failed(self.seen)
 
 
 # --- ready ----------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_it_has_failed_if_a_required_model_fails_before_it_is_ready() -> None:
 def test_what_is_new_beside_what_goes_on_and_fails_does_not_end_it() -> None:
     old, new = FakeModel("old"), FakeModel("new")
     stage = Stage(old, new)
-    stage.herald.resumed(["old"])
+    stage.herald.on_resumed(["old"])
     old.serving()
     assert "READY=1" not in stage.told()
     new.has_failed = True
@@ -157,8 +157,8 @@ def signs(stage: Stage, seconds: float) -> list[float]:
     while stage.now <= begin + seconds:
         if "WATCHDOG=1" in stage.look():
             found.append(stage.now - begin)
-        assert stage.herald.next_event > stage.now
-        stage.now = stage.herald.next_event
+        assert stage.herald.next_event_at > stage.now
+        stage.now = stage.herald.next_event_at
     return found
 
 
@@ -182,7 +182,7 @@ def test_a_sign_of_life_does_not_wait_because_the_daemon_was_stopped() -> None:
     stage = Stage(FakeModel().serving(), watchdog=30.0)
     assert "WATCHDOG=1" in stage.told()
     assert stage.told(1.0) == []
-    stage.herald.paused(9.0)
+    stage.herald.on_suspended(9.0)
     assert stage.told() == ["WATCHDOG=1"]
     assert stage.told() == []
 
@@ -257,7 +257,7 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
     two.main.progress, two.main.cause = "failed", "no such\nfile"
     stage = Stage(one, two)
     stage.look()
-    assert stage.herald.next_event == stage.now + 1.0
+    assert stage.herald.next_event_at == stage.now + 1.0
     stage = Stage(one, two)
     # Every user of the host may read it: it names no model, and no path.
     assert stage.status() == "1 model is pinning; 1 model is failed on ascend:0; serving 0 models from 0 workers"
@@ -275,7 +275,7 @@ def test_the_status_is_one_line_told_when_it_changes() -> None:
 def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
     model = FakeModel(device="ascend:0")
     model.main.progress, model.main.cause = "building", "the last one failed"
-    look = Stage(model).herald.look(cast("list[Model]", [model]), 0.0, far=lambda _: "43 %, about 20 s left")
+    look = Stage(model).herald.poll(cast("list[Model]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left")
     status = "STATUS=1 model is building on ascend:0, 43 %, about 20 s left; "
     assert [each for each in look if each.startswith(status)]
 

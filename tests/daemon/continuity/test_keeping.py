@@ -23,9 +23,9 @@ from weightd.daemon.children.launchers.keeper import link
 from weightd.daemon.children.launchers.keeper.link import KeeperLost
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover, keeping
-from weightd.daemon.continuity.claim import make_private
+from weightd.daemon.continuity.claim import make_private_directory
 from weightd.daemon.continuity.keeping import Keeping
-from weightd.daemon.continuity.service import KEEPER, Manager
+from weightd.daemon.continuity.service import SHIM, Manager
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.processes import reap
 
@@ -49,7 +49,7 @@ class Service(testkit.manager.Manager):
         """The next daemon, which is passed these descriptors, too."""
         self.hear_out()
         manager = Manager({**self._environment})
-        manager.inherited = {KEEPER: [os.dup(self.kept[KEEPER]), *more]} if self.kept else {}
+        manager.inherited = {SHIM: [os.dup(self.kept[SHIM]), *more]} if self.kept else {}
         made = Keeping(manager, config)
         self.keepers.add(made.pid)
         self.hear_out()
@@ -82,7 +82,7 @@ def test_without_a_service_manager_that_holds_on_to_it_it_ends(
     service: Service, config: DaemonConfig, tmp_path: Path
 ) -> None:
     daemon = service.start(config)
-    assert (daemon.inheritance, daemon.kept()) == (None, [])
+    assert (daemon.inherited_state, daemon.surviving_processes()) == (None, [])
     assert config.private_dir.stat().st_mode & 0o777 == 0o700
     started(daemon, "c", tmp_path / "log")
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
@@ -95,7 +95,7 @@ def test_without_a_service_manager_that_holds_on_to_it_it_ends(
 def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     first = service.start(config)
     child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
-    handover.write(first.handover, [], [])
+    handover.write(first.handover_path, [], [])
     os.close(child.pidfd)
     first.close()
     # A descriptor that nobody expects is closed.
@@ -104,8 +104,8 @@ def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonCon
     assert os.read(read, 1) == b""
     os.close(read)
     assert second.pid == first.pid
-    assert second.inheritance == handover.read(second.handover)
-    [there] = second.kept()
+    assert second.inherited_state == handover.read(second.handover_path)
+    [there] = second.surviving_processes()
     assert (there.pid, there.name) == (child.pid, "c")
     os.close(second.watch(there).pidfd)
     second.close()
@@ -119,12 +119,12 @@ def test_without_a_word_of_the_daemon_before_everything_begins_anew(
     first.close()
     with caplog.at_level(logging.INFO, "weightd"):
         second = service.start(config)
-    assert second.inheritance is None
+    assert second.inherited_state is None
     assert second.pid != first.pid
     assert ended(first.pid)
-    assert [path.name for path in config.private_dir.iterdir()] == [link.LOG]
+    assert [path.name for path in config.private_dir.iterdir()] == [link.LOG_NAME]
     warning, *_ = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning == f"every model is loaded anew: {first.handover}: No such file or directory"
+    assert warning == f"every model is loaded anew: {first.handover_path}: No such file or directory"
     second.close()
 
 
@@ -133,16 +133,16 @@ def test_with_another_directory_the_old_processes_end_first(
 ) -> None:
     first = service.start(config)
     child = first.start(Launch("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
-    handover.write(first.handover, [], [])
+    handover.write(first.handover_path, [], [])
     first.close()
 
     def make(path: Path) -> None:
         assert select.select([child.pidfd], [], [], 0)[0]
-        make_private(path)
+        make_private_directory(path)
 
     monkeypatch.setattr(keeping, "make_private", make)
     second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
-    assert (second.inheritance, second.pid != first.pid) == (None, True)
+    assert (second.inherited_state, second.pid != first.pid) == (None, True)
     assert ended(first.pid)
     os.close(child.pidfd)
     second.close()
@@ -153,7 +153,7 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     first = service.start(config)
-    handover.write(first.handover, [], [])
+    handover.write(first.handover_path, [], [])
     first.close()
     os.kill(first.pid, how)
     if how is signal.SIGSTOP:
@@ -161,7 +161,7 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
         monkeypatch.setattr(link, "_PATIENCE_S", 2.0)
         threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT)).start()
     second = service.start(config)
-    assert (second.inheritance, second.pid != first.pid, second.kept()) == (None, True, [])
+    assert (second.inherited_state, second.pid != first.pid, second.surviving_processes()) == (None, True, [])
     assert ended(first.pid)
     second.close()
 
@@ -183,7 +183,7 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     # What other generations have there is still theirs.
     assert (config.private_dir / "m.1").exists()
     service.hear_out()
-    handover.write(daemon.handover, [], [])
+    handover.write(daemon.handover_path, [], [])
     daemon.close()
     following = service.start(config)
     assert following.pid == daemon.pid
@@ -215,8 +215,8 @@ def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
 def test_a_directory_that_is_not_free_is_refused(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_private(config.private_dir)
-    other = link.start(config.private_dir)
+    make_private_directory(config.private_dir)
+    other = link.start_shim(config.private_dir)
     service.keepers.add(other.pid)
     # As if it had been free when it was looked at.
     monkeypatch.setattr(keeping, "make_private", mock.Mock())
@@ -224,5 +224,5 @@ def test_a_directory_that_is_not_free_is_refused(
         ClaimError, match=r"^cannot start the keeper of the processes: .*another keeper has the directory"
     ):
         service.start(config)
-    assert other.kept() == []
+    assert other.surviving_processes() == []
     other.kill()

@@ -48,7 +48,7 @@ class Daemon:
     @property
     def counted(self) -> list[object]:
         """All that would be written."""
-        return [*self.accounts.figures(), *self.meters.figures(), *self.totals.figures()]
+        return [*self.accounts.records(), *self.meters.records(), *self.totals.records()]
 
     def turns(self) -> int:
         """Do it; return how many turns that took."""
@@ -166,7 +166,7 @@ def test_what_is_there_already_is_not_written_again(path: Path) -> None:
 def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path.write_bytes(content)
     daemon = Daemon(path)
-    assert [*daemon.accounts.figures()] == []
+    assert [*daemon.accounts.records()] == []
     assert daemon.totals.reloads == 0
     [record] = caplog.records
     assert record.getMessage().startswith(f"all counters begin anew: {path}: ")
@@ -257,4 +257,4 @@ def test_whatever_was_counted_comes_back(accounts: list[tuple[str, str, int, flo
             account = daemon.accounts.of(tenant, model)
             account.requests, account.seat_seconds = count, seconds
         daemon.ledger.close()
-        assert [*Daemon(Path(directory, "a")).accounts.figures()] == [*daemon.accounts.figures()]
+        assert [*Daemon(Path(directory, "a")).accounts.records()] == [*daemon.accounts.records()]

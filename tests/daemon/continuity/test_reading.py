@@ -36,7 +36,7 @@ class Scene:
 
     def wait(self) -> Read:
         while not self.found:
-            self.loop.wait(30)
+            self.loop.run_once(30)
         return self.found.pop()
 
 
@@ -57,9 +57,9 @@ def test_what_a_file_says_is_read_as_at_a_start(scene: Scene, tmp_path: Path) ->
     found = scene.read()
     assert found.config == load(scene.path)
     assert (found.text, found.problems) == (scene.path.read_text(), ())
-    assert found.of_models["m"] == [f"{scene.path}: models.m.path: {tmp_path}/m.mindir: No such file or directory"]
+    assert found.model_problems["m"] == [f"{scene.path}: models.m.path: {tmp_path}/m.mindir: No such file or directory"]
     (tmp_path / "m.mindir").write_bytes(b"a model")
-    assert scene.read().of_models["m"] == []
+    assert scene.read().model_problems["m"] == []
     assert not [each for each in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "weightd-read" in str(each)]
 
 
@@ -87,7 +87,7 @@ def test_a_reader_that_takes_too_long_is_ended(scene: Scene) -> None:
     # The parser needs seconds for each of these, and longer than anybody waits for all of them.
     scene.path.write_text("\n".join(f"{'.'.join(['a'] * 40_000)}{number} = 1" for number in range(20)))
     scene.start()
-    scene.reader.give_up()
+    scene.reader.abort()
     started = time.monotonic()
     assert scene.wait().problems == (f"{scene.path}: reading and checking it took too long",)
     assert time.monotonic() - started < 20

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.daemon.continuity.service import CLIENTS, CONFIG, KEEPER, Manager
+from weightd.daemon.continuity.service import CLIENTS, CONFIG, SHIM, Manager
 
 # Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
 _SERVICE = """
@@ -64,25 +64,25 @@ def received(listener: socket.socket) -> list[str]:
 
 def test_where_nobody_is_nothing_happens() -> None:
     manager = Manager({})
-    assert (manager.there, manager.watchdog, manager.inherited) == (False, None, {})
+    assert (manager.is_present, manager.watchdog_s, manager.inherited) == (False, None, {})
     manager.notify("READY=1")
-    manager.reloading()
-    manager.keep(KEEPER, 0)
-    manager.drop(KEEPER)
-    assert not Manager({"NOTIFY_SOCKET": ""}).there
+    manager.notify_reloading()
+    manager.store_descriptor(SHIM, 0)
+    manager.remove_descriptor(SHIM)
+    assert not Manager({"NOTIFY_SOCKET": ""}).is_present
 
 
 def test_each_time_it_is_told_in_one_datagram(manager: Manager, listener: socket.socket) -> None:
-    assert manager.there
+    assert manager.is_present
     manager.notify("READY=1", "STATUS=two models")
-    manager.drop(KEEPER)
+    manager.remove_descriptor(SHIM)
     assert received(listener) == ["READY=1", "STATUS=two models"]
     assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=keeper"]
 
 
 def test_a_reload_tells_when_it_began(manager: Manager, listener: socket.socket) -> None:
     before = time.monotonic_ns() // 1000
-    manager.reloading()
+    manager.notify_reloading()
     first, second = received(listener)
     name, _, microseconds = second.partition("=")
     assert (first, name) == ("RELOADING=1", "MONOTONIC_USEC")
@@ -92,7 +92,7 @@ def test_a_reload_tells_when_it_began(manager: Manager, listener: socket.socket)
 def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(manager: Manager, listener: socket.socket) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        manager.keep(KEEPER, ours.fileno())
+        manager.store_descriptor(SHIM, ours.fileno())
         assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=keeper"]
         message, descriptors, _, _ = socket.recv_fds(listener, 65536, 4)
         assert message.decode().split("\n") == ["FDSTORE=1", "FDNAME=keeper"]
@@ -108,7 +108,7 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
     manager.notify("READY=1")
-    manager.keep(KEEPER, 0)
+    manager.store_descriptor(SHIM, 0)
     Manager({"NOTIFY_SOCKET": "/x" * 100}).notify("READY=1")
 
 
@@ -120,7 +120,7 @@ def test_a_socket_that_is_full_keeps_nobody(
     for number in range(sent):
         manager.notify(f"STATUS={number} {'x' * 1000}")
     manager.notify("READY=1")
-    manager.keep(KEEPER, listener.fileno())
+    manager.store_descriptor(SHIM, listener.fileno())
     assert "does not hold keeper: a restart will not go on with that" in caplog.text
     listener.setblocking(False)
     count = 0
@@ -153,7 +153,7 @@ def test_a_socket_that_is_full_keeps_nobody(
     ],
 )
 def test_a_sign_of_life_is_expected_of_this_process_alone(given: dict[str, str], watchdog: float | None) -> None:
-    assert Manager(given).watchdog == watchdog
+    assert Manager(given).watchdog_s == watchdog
 
 
 # --- what it passes -------------------------------------------------------------------------------------------------
@@ -163,13 +163,13 @@ def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() ->
     names, own = "LISTEN_FDNAMES", {"LISTEN_PID": "own", "LISTEN_FDS": "2"}
     alone: tuple[dict[str, list[int]], list[bool]] = ({}, [True, True])
     table = [
-        ({**own, names: "weightd.socket:keeper"}, ({CLIENTS: [3], KEEPER: [4]}, [False, False])),
+        ({**own, names: "weightd.socket:keeper"}, ({CLIENTS: [3], SHIM: [4]}, [False, False])),
         # What has no known name is for clients.
         (own, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: ""}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "clients"}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "unknown:stored"}, ({CLIENTS: [3, 4]}, [False, False])),
-        ({**own, "LISTEN_FDS": "1", names: "keeper:x"}, ({KEEPER: [3]}, [False, True])),
+        ({**own, "LISTEN_FDS": "1", names: "keeper:x"}, ({SHIM: [3]}, [False, True])),
         # Passed to another process, or not at all.
         ({"LISTEN_PID": "1", "LISTEN_FDS": "2"}, alone),
         ({"LISTEN_FDS": "2"}, alone),
@@ -186,7 +186,7 @@ def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() ->
 
 
 def test_where_somebody_listens_is_for_clients_whatever_its_name() -> None:
-    for wrong in (KEEPER, CONFIG):
+    for wrong in (SHIM, CONFIG):
         variables = {"LISTEN_PID": "own", "LISTEN_FDS": "2", "LISTEN_FDNAMES": f"{wrong}:{wrong}"}
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         program = _SERVICE.replace("read, write = os.pipe()", _LISTENS)

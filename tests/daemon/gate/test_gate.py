@@ -25,7 +25,7 @@ from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Met, Said, Terms
 from weightd.daemon.host.credentials import Credentials
 from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.host.listening import listening
+from weightd.daemon.host.listening import listen_on
 from weightd.daemon.host.membership import Members
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
@@ -166,7 +166,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         tenants: Sequence[Members] | None = None,
     ) -> Scene:
         ours, its = socket.socketpair()
-        listener = stack.enter_context(listening(f"ipc://{tmp_path}/s"))
+        listener = stack.enter_context(listen_on(f"ipc://{tmp_path}/s"))
         terms = Terms(
             "default",
             "",
@@ -773,4 +773,4 @@ def test_whatever_clients_and_daemon_do_nothing_is_left_of_them(start: Start, se
     until(lambda: not (gate._users or gate._close_deadlines), "nobody is there")
     assert (gate._buffered_bytes, gate._peer_count, gate._handshakes, len(gate._connection_limiter)) == (0, 0, {}, 0)
     assert not gate._read_queue
-    assert not gate._admission._open
+    assert not gate._admission._open_connections

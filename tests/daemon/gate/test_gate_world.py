@@ -21,7 +21,7 @@ from weightd.daemon.gate import link
 from weightd.daemon.gate.gate import Gate
 from weightd.daemon.gate.link import Met, Terms
 from weightd.daemon.host.crowding import NO_TENANT
-from weightd.daemon.host.listening import listening
+from weightd.daemon.host.listening import listen_on
 from weightd.daemon.host.membership import Members
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
@@ -91,7 +91,7 @@ class World(RuleBasedStateMachine):
         self.path = str(Path(directory) / "s")
         patch = mock.patch.object(clients, "user_of", self._user_of)
         self.stack.enter_context(patch)
-        listener = self.stack.enter_context(listening(f"ipc://{self.path}"))
+        listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
         terms = Terms("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
         self.link: Stream = Stream(ours, takes_descriptors=True)
@@ -191,7 +191,7 @@ class World(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def turn(self, count: int) -> None:
         for _ in range(count):
-            self.gate._loop.wait(0.0)
+            self.gate._loop.run_once(0.0)
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -208,7 +208,7 @@ class World(RuleBasedStateMachine):
         assert gate._close_deadlines.keys() <= {*everyone}
         for side in [side for client in everyone for side in (client.near, client.far) if side is not None]:
             assert side.is_open
-            assert bool(gate._loop._masks[side.descriptor] & select.EPOLLIN) == (not side.holds)
+            assert bool(gate._loop._event_masks[side.descriptor] & select.EPOLLIN) == (not side.holds)
 
     def teardown(self) -> None:
         if not hasattr(self, "gate"):
@@ -223,7 +223,7 @@ class World(RuleBasedStateMachine):
                 for lane in self.lanes:
                     lane.close()
                 self.lanes.clear()
-                gate._loop.wait(0.01)
+                gate._loop.run_once(0.01)
                 if not gate._users and not gate._close_deadlines:
                     break
             self.link.close()

@@ -59,7 +59,7 @@ def test_how_a_process_ends_because_of_another_one(role: Role, end: End, *, have
         (End(-signal.SIGSEGV, by=By.DAEMON), True),
         (End(1), True),
         (End(0), True),
-        (End(None, by=By.KEEPER), False),
+        (End(None, by=By.SHIM), False),
         (End(None), False),
     ],
 )

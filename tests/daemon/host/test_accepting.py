@@ -14,7 +14,7 @@ import pytest
 
 from weightd.daemon.host import accepting
 from weightd.daemon.host.accepting import Accepting
-from weightd.daemon.host.credentials import credentials
+from weightd.daemon.host.credentials import peer_credentials
 from weightd.daemon.host.loop import Loop
 
 
@@ -62,22 +62,22 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_so_many_are_let_in_at_once_and_the_others_next(scene: Scene) -> None:
-    Accepting(scene.listener, scene.loop, scene.let_in, scene.reports.append, most=2)
+    Accepting(scene.listener, scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
     for _ in range(3):
         scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     assert len(scene.came) == 2
-    scene.loop.wait(30)
-    assert [credentials(each)[:2] for each in scene.came] == 3 * [(os.getpid(), os.getuid())]
+    scene.loop.run_once(30)
+    assert [peer_credentials(each)[:2] for each in scene.came] == 3 * [(os.getpid(), os.getuid())]
 
 
 def test_who_has_gone_again_keeps_nobody_from_being_let_in(scene: Scene) -> None:
     scene.error = errno.ECONNABORTED
-    Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append, most=2)
+    Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append, max_accepted=2)
     scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     scene.error = 0
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     assert len(scene.came) == 1
 
 
@@ -89,18 +89,18 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
     scene.error = error
     waiting = Accepting(cast(socket.socket, scene), scene.loop, scene.let_in, scene.reports.append)
     scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     # Nobody is asked for again and again meanwhile, but by who knows of one.
     for _ in range(3):
-        scene.loop.wait(0.0)
+        scene.loop.run_once(0.0)
     assert scene.tries == 1
     waiting.accept()
     assert len(scene.reports) == 1
     assert scene.reports[0].startswith("no connection can be accepted at ")
     scene.error = 0
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     while not scene.came:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     assert scene.tries == 4
 
 
@@ -111,14 +111,14 @@ def test_after_some_were_refused_it_rests_and_the_loop_does_not(scene: Scene, mo
         scene.let_in(connection)
         return False
 
-    Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error, most=2)
+    Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error, max_accepted=2)
     for _ in range(3):
         scene.connect()
     for _ in range(4):
-        scene.loop.wait(0.0)
+        scene.loop.run_once(0.0)
     assert len(scene.came) == 2
     while len(scene.came) < 3:
-        scene.loop.wait(30)
+        scene.loop.run_once(30)
     assert scene.tries <= 4
 
 
@@ -131,10 +131,10 @@ def test_what_has_stopped_while_it_rests_accepts_nothing_more(scene: Scene, monk
 
     stopped = Accepting(cast(socket.socket, scene), scene.loop, refuse, logging.error)
     scene.connect()
-    scene.loop.wait(30)
+    scene.loop.run_once(30)
     stopped.stop()
     scene.connect()
     rested = time.monotonic() + 0.1
     while time.monotonic() < rested:
-        scene.loop.wait(0.02)
+        scene.loop.run_once(0.02)
     assert len(scene.came) == 1

@@ -83,7 +83,7 @@ def rooted(root: str) -> str:
 )
 def test_the_group_that_has_the_memory(membership: str, lines: list[str], place: tuple[str, str, bool] | None) -> None:
     group = locate(membership, mounts(*lines))
-    assert (None if group is None else (str(group.mount), str(group.below), group.unified)) == place
+    assert (None if group is None else (str(group.mount), str(group.relative_path), group.is_v2)) == place
 
 
 # --- what it says ---------------------------------------------------------------------------------------------------

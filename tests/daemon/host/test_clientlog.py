@@ -85,4 +85,4 @@ def test_strangers_from_a_million_addresses_are_counted_within_a_bound() -> None
     world = World()
     written = sum(bool(world.said(f"host {number}", "refused")) for number in range(100_000))
     assert written == 100
-    assert len(world.log._left_out) <= 1024 + 1  # pyright: ignore[reportPrivateUsage]
+    assert len(world.log._suppressed_counts) <= 1024 + 1  # pyright: ignore[reportPrivateUsage]

@@ -17,8 +17,8 @@ import pytest
 from testkit.lingering import lingering
 from testkit.waiting import until
 from weightd.daemon.host import closing as closing_module
-from weightd.daemon.host.closing import INTERRUPT, MAX_WAITING, Closing
-from weightd.daemon.host.logs import warn_of_shortage
+from weightd.daemon.host.closing import INTERRUPT, MAX_PENDING, Closing
+from weightd.daemon.host.logs import log_resource_error
 
 
 @pytest.fixture(autouse=True)
@@ -48,16 +48,16 @@ def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytes
     closing.close("a", waits)
     for descriptor in behind[1:]:
         closing.close("a", descriptor)
-    assert not closing.is_behind("a")
+    assert not closing.is_backlogged("a")
     closing.close("a", behind[0])
-    assert (closing.is_behind("a"), closing.is_behind("b")) == (True, False)
+    assert (closing.is_backlogged("a"), closing.is_backlogged("b")) == (True, False)
     of_another = os.dup(0)
     closing.close("b", of_another)
     until(lambda: not is_open(of_another), "the descriptor of another user is closed")
-    assert closing.is_behind("a")
+    assert closing.is_backlogged("a")
     goes_on.set()
     until(lambda: not any(map(is_open, (waits, *behind))), "all are closed")
-    until(lambda: not closing.is_behind("a"), "no more descriptors wait")
+    until(lambda: not closing.is_backlogged("a"), "no more descriptors wait")
 
 
 def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     for descriptor in range(1000, 1200):
         closing.close("a", descriptor)
     until(lambda: closed == [*range(1000, 1200)], "the thread goes on")
-    until(lambda: not closing.is_behind("a"), "no more descriptors wait")
+    until(lambda: not closing.is_backlogged("a"), "no more descriptors wait")
 
 
 @pytest.mark.parametrize("via", ["descriptor", "connection"])
@@ -92,7 +92,7 @@ def test_a_socket_that_lingers_does_not_hold_up_the_caller(via: str) -> None:
     # The close takes 30 s, unless its peer goes.
     assert time.monotonic() - begin < 3
     theirs.close()
-    until(lambda: not closing.is_behind("a") and not _has_thread(), "the socket is closed")
+    until(lambda: not closing.is_backlogged("a") and not _has_thread(), "the socket is closed")
 
 
 def _has_thread() -> bool:
@@ -103,17 +103,17 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    closing = Closing(warn_of_shortage)
+    closing = Closing(log_resource_error)
     descriptors = [os.dup(0) for _ in range(64)]
     with monkeypatch.context() as patched:
         patched.setattr("weightd.daemon.host.closing.threading.Thread.start", refused)
         for descriptor in descriptors:
             closing.close("a", descriptor)
-        assert closing.is_behind("a")
+        assert closing.is_backlogged("a")
     assert caplog.text.count("the limit of processes and threads is reached") == 1
     # Nobody closes another one: who looks whether it is behind has the thread started.
-    assert closing.is_behind("a")
-    until(lambda: not closing.is_behind("a"), "they are closed")
+    assert closing.is_backlogged("a")
+    until(lambda: not closing.is_backlogged("a"), "they are closed")
     for descriptor in descriptors[:1]:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(descriptor)
@@ -143,7 +143,7 @@ def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(v
     closing = Closing(print)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack, interruptible():
-        for number in range(MAX_WAITING + 5):
+        for number in range(MAX_PENDING + 5):
             ours, theirs = lingering()
             stack.enter_context(theirs)
             if via == "descriptor":
@@ -152,9 +152,9 @@ def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(v
                 end = unread(ours.fileno())
                 ours.close()
                 closing.close_socket("a", end)
-            if number < MAX_WAITING - 1:
-                assert not closing.is_behind("a")
-            until(lambda: not closing.is_behind("a"), "an earlier close is interrupted")
+            if number < MAX_PENDING - 1:
+                assert not closing.is_backlogged("a")
+            until(lambda: not closing.is_backlogged("a"), "an earlier close is interrupted")
         # Each close takes 30 s, unless its peer goes.
         assert time.monotonic() - begin < 15
     until(lambda: not _has_thread(), "all are closed")

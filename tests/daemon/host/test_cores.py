@@ -14,4 +14,4 @@ def test_cores_are_those_that_a_process_may_use_at_once(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 2, 5}))
     monkeypatch.setattr(cgroup, "cores", lambda: quota)
-    assert cores.usable() == usable
+    assert cores.usable_core_count() == usable

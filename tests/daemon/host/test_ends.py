@@ -22,27 +22,27 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
         (End(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
         (End(-signal.SIGKILL, by=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
         (End(-63), "killed by signal 63", False, True),
-        (End(None, by=By.KEEPER), "its keeper is lost", False, True),
+        (End(None, by=By.SHIM), "its keeper is lost", False, True),
         (End(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )
 def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(
     end: End, text: str, blames: bool, killed: bool
 ) -> None:
-    assert (str(end), end.blames, end.killed) == (text, blames, killed)
+    assert (str(end), end.may_be_own_fault, end.is_killed) == (text, blames, killed)
 
 
 def test_who_has_ended_a_child_is_found_out() -> None:
     kills = 7
     coroner = Coroner(lambda: kills)
-    assert coroner.end("a", -signal.SIGKILL, "") == End(-signal.SIGKILL)
+    assert coroner.classify("a", -signal.SIGKILL, "") == End(-signal.SIGKILL)
     kills += 2
-    assert coroner.end("crash", -signal.SIGSEGV, "words") == End(-signal.SIGSEGV, "words")
-    ends = [coroner.end(name, -signal.SIGKILL, "").by for name in "bcd"]
+    assert coroner.classify("crash", -signal.SIGSEGV, "words") == End(-signal.SIGSEGV, "words")
+    ends = [coroner.classify(name, -signal.SIGKILL, "").by for name in "bcd"]
     assert ends == [By.KERNEL, By.KERNEL, By.UNKNOWN]
-    coroner.signalled("e")
-    assert coroner.end("e", -signal.SIGABRT, "") == End(-signal.SIGABRT, by=By.DAEMON)
-    assert coroner.end("e", -signal.SIGABRT, "") == End(-signal.SIGABRT)
-    coroner.signalled("f")
-    assert coroner.end("f", 0, "") == End(0)
-    assert coroner.end("g", None, "words") == End(None, "words", By.KEEPER)
+    coroner.record_signal("e")
+    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT, by=By.DAEMON)
+    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT)
+    coroner.record_signal("f")
+    assert coroner.classify("f", 0, "") == End(0)
+    assert coroner.classify("g", None, "words") == End(None, "words", By.SHIM)

@@ -23,7 +23,7 @@ NEEDED = {"PATH": "/bin", "LC_ALL": "C", "PYTHONPATH": "/p", "ASCEND_HOME_PATH":
 )
 def test_children_get_what_engines_read_and_what_is_named(more: tuple[str, ...], kept: dict[str, str]) -> None:
     there = {**SECRETS, **NEEDED}
-    environment.reduce(there, more)
+    environment.remove_unlisted(there, more)
     assert there == {**NEEDED, **kept}
 
 
@@ -35,10 +35,10 @@ def test_what_the_drop_in_for_cards_and_the_workers_set_is_passed() -> None:
     names |= set(re.findall(r'^#?\s*Environment="?(\w+)=', text, re.MULTILINE))
     assert len(names) > 3
     there = dict.fromkeys(names, "1")
-    environment.reduce(there)
+    environment.remove_unlisted(there)
     assert there.keys() == names
 
 
 def test_the_list_is_documented() -> None:
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    assert [each for each in environment.DEFAULT if f"`{each}`" not in page] == []
+    assert [each for each in environment.DEFAULT_VARIABLES if f"`{each}`" not in page] == []

@@ -45,15 +45,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_an_exit_is_seen_and_the_status_is_left_to_the_caller(system: str, child: subprocess.Popen[bytes]) -> None:
-    descriptor = exitwatch.watch(child.pid)
+    descriptor = exitwatch.watch_exit(child.pid)
     assert not os.get_inheritable(descriptor)
     assert not exitwatch.has_exited(descriptor)
-    exitwatch.send(descriptor, child.pid, signal.SIGTERM)
+    exitwatch.send_signal(descriptor, child.pid, signal.SIGTERM)
     until(lambda: exitwatch.has_exited(descriptor), f"it is seen: {system}")
-    exitwatch.send(descriptor, child.pid, signal.SIGKILL)  # which is harmless
+    exitwatch.send_signal(descriptor, child.pid, signal.SIGKILL)  # which is harmless
     assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGTERM)
     assert exitwatch.has_exited(descriptor)
-    exitwatch.send(descriptor, child.pid, signal.SIGKILL)
+    exitwatch.send_signal(descriptor, child.pid, signal.SIGKILL)
     os.close(descriptor)
     assert not [each for each in threading.enumerate() if each.name == f"exit of {child.pid}" and not _ends(each)]
 
@@ -66,20 +66,20 @@ def _ends(thread: threading.Thread) -> bool:
 def test_no_other_process_is_hit_that_has_the_pid_now(
     system: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    descriptor = exitwatch.watch(child.pid)
+    descriptor = exitwatch.watch_exit(child.pid)
     child.kill()
     # Whoever reaps it, and be it before its exit is seen here.
     child.wait()
     until(lambda: exitwatch.has_exited(descriptor), f"it is seen: {system}")
     monkeypatch.setattr(os, "kill", mock.Mock(side_effect=AssertionError))
-    exitwatch.send(descriptor, child.pid, signal.SIGKILL)
+    exitwatch.send_signal(descriptor, child.pid, signal.SIGKILL)
     os.close(descriptor)
 
 
 def test_a_child_that_has_exited_before_is_seen(system: str) -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        descriptor = exitwatch.watch(child.pid)
+        descriptor = exitwatch.watch_exit(child.pid)
         until(lambda: exitwatch.has_exited(descriptor), f"it is seen: {system}")
     assert child.returncode == 0
     os.close(descriptor)
@@ -91,7 +91,7 @@ def test_why_there_are_no_pidfds_is_known(system: str) -> None:
         "EPERM": "pidfd_open: Operation not permitted",
         "old Python": "pidfd_open: this Python was compiled for Linux before 5.3",
     }
-    assert exitwatch.unavailable() == expected.get(system, "")
+    assert exitwatch.unavailable_reason() == expected.get(system, "")
 
 
 def test_a_lack_of_descriptors_is_no_lack_of_pidfds(
@@ -99,7 +99,7 @@ def test_a_lack_of_descriptors_is_no_lack_of_pidfds(
 ) -> None:
     monkeypatch.setattr(os, "pidfd_open", refuse(errno.EMFILE))
     with pytest.raises(OSError, match="Too many open files"):
-        exitwatch.watch(child.pid)
+        exitwatch.watch_exit(child.pid)
 
 
 def test_where_no_thread_can_be_started_no_descriptor_is_left(
@@ -112,5 +112,5 @@ def test_where_no_thread_can_be_started_no_descriptor_is_left(
     monkeypatch.setattr(threading.Thread, "start", full)
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(BlockingIOError, match="can't start new thread"):
-        exitwatch.watch(child.pid)
+        exitwatch.watch_exit(child.pid)
     assert sorted(Path("/proc/self/fd").iterdir()) == before

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.happened import MOST, Happened
-from weightd.daemon.host.logs import about, of_client
+from weightd.daemon.host.happened import MAX_EVENTS, Happened
+from weightd.daemon.host.logs import subject_extra, client_extra
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.journal import Event, Events
@@ -21,7 +21,7 @@ LOG = logging.getLogger("weightd")
 
 def log(happened: Happened, text: str, level: int = logging.INFO, model: str = "", name: str = "weightd") -> None:
     record = logging.LogRecord(name, level, __file__, 1, "%s", (text,), None)
-    record.__dict__.update(about(model) if model else {})
+    record.__dict__.update(subject_extra(model) if model else {})
     happened.handle(record)
 
 
@@ -29,7 +29,7 @@ def pages(happened: Happened, after: int = 0, model: str = "", limit: int = limi
     """All that is told, page by page."""
     told: list[Event] = []
     while True:
-        answer = happened.answer(Events("1", after, model, limit))
+        answer = happened.query(Events("1", after, model, limit))
         told += answer.events
         assert answer.last >= after
         after = answer.last
@@ -44,8 +44,8 @@ def happened(caplog: pytest.LogCaptureFixture) -> Happened:
 
 
 def test_an_event_is_what_the_log_says_with_what_it_is_about(happened: Happened) -> None:
-    with happened.listening():
-        LOG.info("two\nlines of %s", "m.1.w1", extra=about("m", 1, "m.1.w1"))
+    with happened.capture_logs():
+        LOG.info("two\nlines of %s", "m.1.w1", extra=subject_extra("m", 1, "m.1.w1"))
         LOG.warning("x" * 2000)
         LOG.debug("unseen")
         logging.getLogger("weightd.accounts").info("each minute")
@@ -82,43 +82,43 @@ def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
         assert [len(each.text) for each in mine] == [min(size, 1024) for size in texts[len(texts) - len(mine) :]]
     assert pages(happened, limit=limit) == kept
     assert pages(happened, model="m", limit=limit) == [each for each in kept if each.model == "m"]
-    answer = happened.answer(Events("1"))
+    answer = happened.query(Events("1"))
     assert answer.more == 0
     assert answer.missed + len(kept) == len(logged)
-    assert happened.answer(Events("1", answer.last)).events == ()
+    assert happened.query(Events("1", answer.last)).events == ()
 
 
 def test_a_flood_of_one_client_drives_out_nothing_but_its_own_events(happened: Happened) -> None:
-    with happened.listening():
+    with happened.capture_logs():
         LOG.error("of the daemon")
-        LOG.warning("of a model", extra=about("m", 1))
-        LOG.warning("of b", extra=of_client("uid 2"))
+        LOG.warning("of a model", extra=subject_extra("m", 1))
+        LOG.warning("of b", extra=client_extra("uid 2"))
         for number in range(3000):
-            LOG.warning("of a %d", number, extra=of_client("uid 1"))
-        LOG.warning("of a host", extra=of_client("host ::1"))
+            LOG.warning("of a %d", number, extra=client_extra("uid 1"))
+        LOG.warning("of a host", extra=client_extra("host ::1"))
     texts = [each.text for each in pages(happened)]
-    assert len(texts) == MOST
+    assert len(texts) == MAX_EVENTS
     assert {"of the daemon", "of a model", "of b", "of a host", "of a 2999"} <= {*texts}
 
 
 def test_many_clients_leave_half_of_what_is_kept_to_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
     happened = Happened(100)
     caplog.set_level(logging.INFO, "weightd")
-    with happened.listening():
+    with happened.capture_logs():
         for number in range(80):
             LOG.warning("of the daemon %d", number)
         for number in range(1000):
-            LOG.warning("of %d", number, extra=of_client(f"host {number}"))
+            LOG.warning("of %d", number, extra=client_extra(f"host {number}"))
     texts = [each.text for each in pages(happened)]
     assert sum("of the daemon" in each for each in texts) == 50
     assert len(texts) == 100
 
 
 def test_a_model_whose_workers_die_all_the_time_leaves_the_events_of_others(happened: Happened) -> None:
-    with happened.listening():
-        LOG.info("of another", extra=about("n", 1))
+    with happened.capture_logs():
+        LOG.info("of another", extra=subject_extra("n", 1))
         for number in range(3000):
-            LOG.warning("lost %d", number, extra=about("m", number))
+            LOG.warning("lost %d", number, extra=subject_extra("m", number))
     assert "of another" in {each.text for each in pages(happened)}
 
 
@@ -128,7 +128,7 @@ def test_what_is_kept_is_bounded_in_bytes_and_an_answer_fits_in_a_header() -> No
         log(happened, "ü" * 1000, model="m" * 64)
     kept = pages(happened)
     assert 300 < len(kept) < 500_000 / 1024
-    answer = happened.answer(Events("1" * limits.MAX_ID_BYTES))
+    answer = happened.query(Events("1" * limits.MAX_ID_BYTES))
     assert answer.more == len(kept) - len(answer.events)
     assert sum(map(len, encode(answer))) <= limits.MAX_HEADER_BYTES
 
@@ -142,7 +142,7 @@ def test_who_goes_on_after_a_restart_misses_nothing_and_is_told_what_is_forgotte
     [last] = pages(before)
     for number in range(3):
         log(now, str(number))
-    answer = now.answer(Events("1", last.number))
+    answer = now.query(Events("1", last.number))
     assert ([each.text for each in answer.events], answer.missed) == (["1", "2"], 1)
     # Of a daemon whose clock was ahead.
-    assert [each.text for each in now.answer(Events("1", 2**62)).events] == ["1", "2"]
+    assert [each.text for each in now.query(Events("1", 2**62)).events] == ["1", "2"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.listening import addresses, listening
+from weightd.daemon.host.listening import listen_addresses, listen_on
 
 LIMIT_S = 20.0
 
@@ -35,7 +35,7 @@ def has_ipv6() -> bool:
 
 
 def refused(address: str) -> str:
-    with pytest.raises(ClaimError) as caught, listening(address):
+    with pytest.raises(ClaimError) as caught, listen_on(address):
         pass
     return str(caught.value)
 
@@ -65,7 +65,7 @@ def test_where_a_socket_listens_is_told_by_its_name(tmp_path: Path, passed: list
     passed += [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for each, name in zip(passed, ("s", "s.unix"), strict=True):
         each.bind(f"{tmp_path}/{name}")
-    assert addresses([each.fileno() for each in passed]) == [f"ipc://{tmp_path}/s", f"unix://{tmp_path}/s.unix"]
+    assert listen_addresses([each.fileno() for each in passed]) == [f"ipc://{tmp_path}/s", f"unix://{tmp_path}/s.unix"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_there_is_no_address_for_is_refused(
     bad.bind(name.format(tmp_path) if isinstance(name, str) else name)
     message = f"^descriptor {bad.fileno()}, which was passed: expected a stream socket with a path or a port$"
     with pytest.raises(ClaimError, match=message):
-        addresses([bad.fileno()])
+        listen_addresses([bad.fileno()])
     os.fstat(bad.fileno())
 
 
@@ -94,11 +94,11 @@ def test_what_is_no_socket_is_refused() -> None:
     read, write = os.pipe()
     message = f"^descriptor {read}, which was passed, is no socket: "
     with pytest.raises(ClaimError, match=f"{message}Socket operation on non-socket$"):
-        addresses([read])
+        listen_addresses([read])
     for each in (read, write):
         os.close(each)
     with pytest.raises(ClaimError, match=f"{message}Bad file descriptor$"):
-        addresses([read])
+        listen_addresses([read])
 
 
 # --- made here ------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_owner_and_group_may_connect_and_nothing_is_left(tmp_path: Path, scheme:
     path = tmp_path / "run/s"
     before = os.umask(0)
     try:
-        with listening(f"{scheme}://{path}") as made:
+        with listen_on(f"{scheme}://{path}") as made:
             assert stat.S_IMODE(path.lstat().st_mode) == 0o660
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
             assert not made.getblocking()
@@ -120,7 +120,7 @@ def test_owner_and_group_may_connect_and_nothing_is_left(tmp_path: Path, scheme:
     finally:
         os.umask(before)
     path.with_suffix(".left").rename(path)
-    with listening(f"{scheme}://{path}") as made:
+    with listen_on(f"{scheme}://{path}") as made:
         assert connects(made, socket.AF_UNIX, str(path))
     assert list(path.parent.iterdir()) == []
 
@@ -154,7 +154,7 @@ def test_a_path_that_no_socket_can_have_is_an_error_of_one_line(tmp_path: Path) 
 def test_tcp(port: int, host: str, family: int, name: str) -> None:
     # The first leaves a connection that the kernel remembers: the second has the port all the same.
     for _ in range(2):
-        with listening(f"tcp://{host}:{port}") as made:
+        with listen_on(f"tcp://{host}:{port}") as made:
             assert connects(made, family, (name, port))
             assert refused(f"tcp://{host}:{port}") == f"cannot listen on tcp://{host}:{port}: Address already in use"
 

@@ -17,7 +17,7 @@ import pytest
 
 from weightd.daemon.host import logs
 from weightd.daemon.host.journal import Journal
-from weightd.daemon.host.logs import JournalHandler, LineFormatter, about, complain
+from weightd.daemon.host.logs import JournalHandler, LineFormatter, subject_extra, print_error
 from weightd.shared.journal import flat, prefixed, to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
@@ -55,7 +55,7 @@ def test_a_complaint_is_one_line_without_tricks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, journal: bool, prefix: str
 ) -> None:
     monkeypatch.setattr(logs, "to_journal", mock.Mock(return_value=journal))
-    complain("model.onnx: x\x1b[31m\nweightd: good")
+    print_error("model.onnx: x\x1b[31m\nweightd: good")
     assert capsys.readouterr().err == f"{prefix}weightd: model.onnx: x\\x1b[31m | weightd: good\n"
 
 
@@ -110,8 +110,8 @@ def journal(listening: socket.socket) -> Iterator[JournalHandler]:
     [
         (logging.CRITICAL, 3, {}, {}),
         (logging.ERROR, 3, {}, {}),
-        (logging.WARNING, 4, about("m"), {"MODEL": "m"}),
-        (logging.INFO + 5, 6, about("m", 2, "m.2.w1"), {"MODEL": "m", "GENERATION": "2", "CHILD": "m.2.w1"}),
+        (logging.WARNING, 4, subject_extra("m"), {"MODEL": "m"}),
+        (logging.INFO + 5, 6, subject_extra("m", 2, "m.2.w1"), {"MODEL": "m", "GENERATION": "2", "CHILD": "m.2.w1"}),
         (logging.DEBUG, 7, {}, {}),
     ],
 )

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from weightd.daemon.host.clock import TICK_S, Clock
-from weightd.daemon.host.loop import Loop, signals
-from weightd.daemon.host.sockets import watch
+from weightd.daemon.host.loop import Loop, watch_signals
+from weightd.daemon.host.sockets import watch_socket
 from weightd.daemon.host.timers import Timer
 
 
@@ -56,9 +56,9 @@ def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: Loop, p
     os.write(pipes[0].writer, b"x" * 100)
     os.write(pipes[2].writer, b"c")
     loop.remove(pipes[2].reader)
-    loop.wait(float("inf"))
-    loop.wait(60.0)
-    loop.wait(0.0)
+    loop.run_once(float("inf"))
+    loop.run_once(60.0)
+    loop.run_once(0.0)
     assert [len(pipe.read) for pipe in pipes] == [100, 0, 0]
 
 
@@ -74,8 +74,8 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
     for index, pipe in enumerate(pipes):
         loop.add(pipe.reader, functools.partial(only, index))
         os.write(pipe.writer, b"x")
-    loop.wait(60.0)
-    loop.wait(0.0)
+    loop.run_once(60.0)
+    loop.run_once(0.0)
     assert len(called) == 1
     loop.close()
 
@@ -96,7 +96,7 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, ea
                 received.append(ours.recv())
                 ours.send(b"answer")
 
-        use = watch(loop, ours, on_message)
+        use = watch_socket(loop, ours, on_message)
         for number in range(10):
             theirs.send(b"%d" % number)
             theirs.send(b"again")
@@ -104,7 +104,7 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: Loop, ea
             use()
             while len(received) < 2 * (number + 1):
                 before = len(received)
-                loop.wait(60.0)
+                loop.run_once(60.0)
                 assert len(received) > before
         assert received[::2] == [b"%d" % number for number in range(10)]
 
@@ -127,21 +127,21 @@ def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.so
     calls: list[str] = []
     loop = Loop()
     loop.add(ours.fileno(), lambda: calls.append(f"read {ours.recv(9)!r}"))
-    loop.wait(0.0)
+    loop.run_once(0.0)
     assert calls == []
     with contextlib.suppress(BlockingIOError):
         while ours.send(bytes(100_000)):
             pass
     loop.watch_writes(ours.fileno(), lambda: calls.append("write"))
-    loop.wait(0.0)
+    loop.run_once(0.0)
     assert calls == []
     theirs.recv(10_000_000)
     theirs.send(b"hello")
-    loop.wait(60.0)
-    loop.wait(60.0)
+    loop.run_once(60.0)
+    loop.run_once(60.0)
     loop.unwatch_writes(ours.fileno())
     loop.unwatch_writes(ours.fileno())
-    loop.wait(0.0)
+    loop.run_once(0.0)
     assert calls == ["read b'hello'", "write", "write"]
     loop.close()
 
@@ -152,21 +152,21 @@ def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket,
     calls: list[bytes] = []
     loop = Loop()
     loop.add(ours.fileno(), lambda: calls.append(ours.recv(1)))
-    loop.pause(ours.fileno())
+    loop.pause_reading(ours.fileno())
     theirs.send(b"ab")
-    loop.wait(0.0)
+    loop.run_once(0.0)
     assert calls == []
-    loop.resume(ours.fileno())
-    loop.wait(60.0)
+    loop.resume_reading(ours.fileno())
+    loop.run_once(60.0)
     assert calls == [b"a"]
-    loop.pause(ours.fileno())
+    loop.pause_reading(ours.fileno())
     if writes:
         loop.watch_writes(ours.fileno(), lambda: None)
     theirs.close()
-    loop.wait(60.0)
+    loop.run_once(60.0)
     assert calls == [b"a", b"b"]
-    loop.resume(ours.fileno())
-    loop.wait(60.0)
+    loop.resume_reading(ours.fileno())
+    loop.run_once(60.0)
     assert calls == [b"a", b"b", b""]
     loop.close()
 
@@ -178,10 +178,10 @@ def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_n
         for number in range(20):
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
             loop.add(ours.fileno(), functools.partial(calls.append, number))
-            loop.pause(ours.fileno())
+            loop.pause_reading(ours.fileno())
             theirs.close()
         for _ in range(5):
-            loop.wait(0.001)
+            loop.run_once(0.001)
         assert sorted(calls) == [*range(20)]
         loop.close()
 
@@ -203,7 +203,7 @@ def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
     for index, (reader, writer) in enumerate(there):
         loop.add(reader, functools.partial(replace, index))
         os.write(writer, b"x")
-    loop.wait(60.0)
+    loop.run_once(60.0)
     assert calls == ["old"]
     loop.close()
     for descriptor in (*there[0], *there[1], *empty):
@@ -227,7 +227,7 @@ def test_room_to_write_is_not_told_to_who_has_the_number_next(
     loop.add(ours.fileno(), replace)
     loop.watch_writes(ours.fileno(), lambda: calls.append("old"))
     theirs.send(b"x")
-    loop.wait(60.0)
+    loop.run_once(60.0)
     assert calls == ["read"]
     loop.close()
 
@@ -235,7 +235,7 @@ def test_room_to_write_is_not_told_to_who_has_the_number_next(
 @pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])
 def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: Loop, seconds: float) -> None:
     begin = time.monotonic()
-    loop.wait(seconds)
+    loop.run_once(seconds)
     assert seconds <= time.monotonic() - begin < 5.0
 
 
@@ -251,15 +251,15 @@ def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobo
         calls.append(pipes[0].read)
         os.write(pipes[0].writer, b"x")
         if len(calls) < 3:
-            loop.soon(again)
+            loop.call_soon(again)
 
     for _ in range(2):
-        loop.soon(again)
+        loop.call_soon(again)
     for _ in range(3):
-        loop.wait(60.0)
+        loop.run_once(60.0)
     assert calls == [b"", b"x", b"xx"]
-    loop.wait(60.0)
-    loop.wait(0.0)
+    loop.run_once(60.0)
+    loop.run_once(0.0)
     assert (len(calls), pipes[0].read) == (3, b"xxx")
 
 
@@ -271,12 +271,12 @@ def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: Loop, pipes: list
         os.write(pipes[0].writer, b"x")
         if len(turns) == 2:
             loop.stop()
-            loop.each_turn(None)
+            loop.on_turn_end(None)
 
-    loop.each_turn(turn)
+    loop.on_turn_end(turn)
     os.write(pipes[0].writer, b"x")
     loop.run()
-    loop.wait(60.0)
+    loop.run_once(60.0)
     assert (turns, pipes[0].read) == ([1, 2], b"xxx")
 
 
@@ -315,7 +315,7 @@ def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[Loop, list[str], 
     real = [1000.0]
     loop, calls = Loop(Clock(lambda: real[0])), list[str]()
     loop.add(pipe.reader, lambda: calls.append(f"read {os.read(pipe.reader, 9)!r}"))
-    loop.on_pause(lambda seconds: calls.append(f"stopped for {seconds:g}"))
+    loop.on_suspended(lambda seconds: calls.append(f"stopped for {seconds:g}"))
     timer = Timer(lambda now: calls.append(f"timer at {now:g}"))
     timer.set(1000.0 + due)
     loop.add_timer(timer)
@@ -326,7 +326,7 @@ def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[Loop, list[str], 
 def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> None:
     """The loop is late, but not by so much that it shows."""
     loop, calls, epoll = stopped_loop(pipes[0], due=0.25, stop=0.25)
-    loop.wait(60.0)
+    loop.run_once(60.0)
     assert calls == ["read b'x'", "timer at 1000.5"]
     assert epoll.waits == [0.25, 0.0]
     loop.close()
@@ -335,11 +335,11 @@ def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> 
 @pytest.mark.parametrize("due", [0.25, 0.75, 100.0])
 def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], due: float) -> None:
     loop, calls, epoll = stopped_loop(pipes[0], due, stop=3600.0)
-    loop.wait(60.0)
+    loop.run_once(60.0)
     waited = min(due, TICK_S)
     assert calls == ["read b'x'", f"stopped for {3600.0 + waited:g}"]
     while len(calls) == 2:
-        loop.wait(3600.0)
+        loop.run_once(3600.0)
     assert calls[2:] == [f"timer at {1000.0 + due:g}"]
     assert max(epoll.waits) == waited
     loop.close()
@@ -356,9 +356,9 @@ def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
     timer = Timer(calls.append)
     timer.set(1001.0)
     loop.add_timer(timer)
-    loop.soon(lambda: real.__setitem__(0, 1009.0))
-    loop.on_pause(on_pause)
-    loop.wait(0.0)
+    loop.call_soon(lambda: real.__setitem__(0, 1009.0))
+    loop.on_suspended(on_pause)
+    loop.run_once(0.0)
     assert calls == [9.0, 1000.0]
     loop.close()
 
@@ -369,7 +369,7 @@ USED = [signal.SIGUSR1, signal.SIGUSR2]
 
 
 def test_more_signals_than_the_pipe_holds_are_no_error() -> None:
-    with signals(USED) as wakeups:
+    with watch_signals(USED) as wakeups:
         os.set_blocking(wakeups, True)
         fcntl.fcntl(wakeups, fcntl.F_SETPIPE_SZ, 4096)
         for _ in range(5000):
@@ -396,7 +396,7 @@ def test_what_was_before_is_there_again() -> None:
     try:
         gc.collect()  # loops of other tests have descriptors too
         before, descriptors = _handlers(), _descriptors()
-        with pytest.raises(ZeroDivisionError), signals(USED):
+        with pytest.raises(ZeroDivisionError), watch_signals(USED):
             _fail_after_a_signal()
         assert _handlers() == before
         assert calls == []
@@ -409,8 +409,8 @@ def test_what_was_before_is_there_again() -> None:
 
 
 def test_an_outer_block_goes_on_after_an_inner_one() -> None:
-    with signals(USED) as outer:
-        with signals(USED) as inner:
+    with watch_signals(USED) as outer:
+        with watch_signals(USED) as inner:
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
                 signal.raise_signal(number)
             assert os.read(inner, 64) == bytes([signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1])

@@ -55,7 +55,7 @@ def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
 ) -> None:
     group = MemoryLimit(usage_bytes=1, limit_bytes=limits[0], high_bytes=limits[1])
     monkeypatch.setattr(cgroup, "memory", lambda: group)
-    assert memory.host_bytes() == (most or os.sysconf("SC_PHYS_PAGES") * PAGE)
+    assert memory.host_memory_bytes() == (most or os.sysconf("SC_PHYS_PAGES") * PAGE)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,6 @@ def test_what_a_fork_has_inherited_is_no_file_s_and_not_its_own() -> None:
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        held = memory.held(int(process.stdout.readline()))
+        held = memory.read_process_memory(int(process.stdout.readline()))
     assert held is not None
-    assert held.own < 64 * 2**20 < held.anonymous
+    assert held.private_bytes < 64 * 2**20 < held.anonymous_bytes

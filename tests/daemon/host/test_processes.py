@@ -21,8 +21,8 @@ import pytest
 
 from testkit.waiting import until
 from weightd.daemon.host import spawning
-from weightd.daemon.host.memory import held
-from weightd.daemon.host.processes import Process, adopt, kill, last_words, lives, reap, start
+from weightd.daemon.host.memory import read_process_memory
+from weightd.daemon.host.processes import Process, adopt, kill, log_tail, is_alive, reap, start
 
 SLEEP = ["sleep", "1000"]
 
@@ -62,13 +62,13 @@ def test_a_child_lives_until_it_has_exited_whatever_the_number_of_its_descriptor
     pidfd = fcntl.fcntl(sleeper.pidfd, fcntl.F_DUPFD_CLOEXEC, 1024)
     twin = dataclasses.replace(sleeper, pidfd=pidfd)
     assert not ended(sleeper, 0)
-    assert [lives(sleeper), lives(twin), held(sleeper.pid) is None] == [True, True, False]
+    assert [is_alive(sleeper), is_alive(twin), read_process_memory(sleeper.pid) is None] == [True, True, False]
     kill(sleeper)
     assert ended(sleeper)
-    assert [lives(sleeper), lives(twin), held(sleeper.pid)] == [False, False, None]
+    assert [is_alive(sleeper), is_alive(twin), read_process_memory(sleeper.pid)] == [False, False, None]
     kill(sleeper)  # which is harmless
     assert reap(sleeper) == -signal.SIGKILL
-    assert [lives(sleeper), held(sleeper.pid)] == [False, None]
+    assert [is_alive(sleeper), read_process_memory(sleeper.pid)] == [False, None]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(sleeper.pidfd)
     os.close(pidfd)
@@ -85,7 +85,7 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
     process = start([sys.executable, "-c", GOING], log)
     try:
-        until(lambda: not lives(process), "its main thread exits")
+        until(lambda: not is_alive(process), "its main thread exits")
         assert not ended(process, 0)
     finally:
         kill(process)
@@ -95,7 +95,7 @@ def test_a_child_that_is_about_to_be_gone_lives_no_more(log: Path) -> None:
 def test_a_child_that_was_not_started_here_is_adopted_and_nobody_else(log: Path) -> None:
     with subprocess.Popen(SLEEP) as other:
         process = adopt(other.pid, log)
-        assert (lives(process), process.log) == (True, log)
+        assert (is_alive(process), process.log) == (True, log)
         kill(process)
         assert ended(process)
         assert reap(process) == -signal.SIGKILL
@@ -111,7 +111,7 @@ def test_a_child_lives_though_nobody_can_look(sleeper: Process) -> None:
     try:
         with pytest.raises(OSError, match="Too many open files"):
             os.dup(0)
-        assert lives(sleeper)
+        assert is_alive(sleeper)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -123,7 +123,7 @@ def test_a_child_may_have_any_name(tmp_path: Path, log: Path) -> None:
     try:
         comm = Path(f"/proc/{process.pid}/comm")
         until(lambda: ") S 4 4" in comm.read_text("ascii"), "the program runs")
-        assert lives(process)
+        assert is_alive(process)
     finally:
         kill(process)
         reap(process)
@@ -135,9 +135,9 @@ def test_status_outputs_and_environment(log: Path, monkeypatch: pytest.MonkeyPat
     for environment, words in (({"A": "1"}, "before | 1 | err"), (None, "before | 1 | err | 2 | err")):
         process = start(["sh", "-c", "echo $A; echo err >&2; exit 7"], log, environment)
         assert ended(process)
-        assert (reap(process), last_words(process)) == (7, words)
+        assert (reap(process), log_tail(process)) == (7, words)
     log.unlink()
-    assert last_words(process) == ""
+    assert log_tail(process) == ""
 
 
 @pytest.mark.parametrize(("program", "number"), [("/nonexistent/python", errno.ENOENT), ("/", errno.EACCES)])
@@ -178,7 +178,7 @@ def test_neither_is_one_that_was_forked_by_another(log: Path, monkeypatch: pytes
 
 def words_of(sleeper: Process, content: bytes) -> str:
     sleeper.log.write_bytes(content)
-    return last_words(sleeper)
+    return log_tail(sleeper)
 
 
 def test_last_words_are_the_last_lines_on_one(sleeper: Process) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.host.shortage import Shortage, check_threads, explained, shortage
+from weightd.daemon.host.shortage import Shortage, check_threads, with_limit_hint, find_shortage
 
 # As they were written under a limit.
 ONNXRUNTIME = (
@@ -52,12 +52,12 @@ TERMINATED = (
     ],
 )
 def test_what_is_missing(text: str, what: Shortage | None) -> None:
-    assert shortage(text) is what
+    assert find_shortage(text) is what
 
 
 @given(st.text())
 def test_any_other_text_stays_as_it_is(text: str) -> None:
-    assert shortage(text) is not None or explained(text) == text
+    assert find_shortage(text) is not None or with_limit_hint(text) == text
 
 
 def host(directory: Path, group: str) -> Path:
@@ -86,7 +86,7 @@ def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("group", ["a", "b"])
 def test_the_limit_is_named_and_what_raises_it(tmp_path: Path, limited: bool, group: str) -> None:
     proc = host(tmp_path, group)
-    found = {what: explained(text, proc) for what, text in [
+    found = {what: with_limit_hint(text, proc) for what, text in [
         ("tasks", SNAPSHOT), ("files", "Too many open files"), ("memory", "MemoryError"),
     ]}  # fmt: skip
     assert found["tasks"].startswith(

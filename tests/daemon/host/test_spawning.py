@@ -52,7 +52,7 @@ def test_the_thread_has_no_descriptor_of_the_process(
         monkeypatch.setattr(libc, name, mock.Mock(return_value=-1))
     monkeypatch.setattr(ctypes, "CDLL", mock.Mock(return_value=libc))
     early = os.open(os.devnull, os.O_RDONLY)
-    spawning.begin()
+    spawning.start_thread()
     late, count = os.open(os.devnull, os.O_RDONLY), len(open_descriptors())
     os.set_inheritable(late, True)
     # The last one is that with which it looks.
@@ -92,7 +92,7 @@ def test_a_system_that_refuses_it_is_warned_of(
 
 
 def test_a_process_that_was_forked_has_a_thread_of_its_own() -> None:
-    spawning.begin()
+    spawning.start_thread()
     pid = os.fork()
     if not pid:
         signal.alarm(20)
@@ -105,6 +105,6 @@ def test_where_no_thread_can_be_started_nothing_is_left(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(OSError, match="can't start new thread"):
-            spawning.begin()
+            spawning.start_thread()
     assert (len(open_descriptors()), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (count, blocked)
     assert printed() == "0 1 2 3 True"

@@ -33,9 +33,9 @@ def test_who_puts_another_off_while_both_are_due_is_heard() -> None:
     world.timers.add(first)
     world.each[0].set(2.0)
     world.add()
-    world.timers.run(3.0)
+    world.timers.run_due(3.0)
     assert world.called == []
-    world.timers.run(9.0)
+    world.timers.run_due(9.0)
     assert world.called == [(0, 9.0)]
 
 
@@ -49,8 +49,8 @@ def test_who_is_due_again_at_once_waits_for_the_next_run() -> None:
     timers, timer = Timers(), Timer(again)
     timers.add(timer)
     timer.set(0.0)
-    timers.run(1.0)
-    timers.run(2.0)
+    timers.run_due(1.0)
+    timers.run_due(2.0)
     assert calls == [1.0, 2.0]
 
 
@@ -78,11 +78,11 @@ def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, floa
             world.each[index].set(due[index])
         elif what == "due_by":
             due[index] = min(due[index], now + value)
-            world.each[index].due_by(now + value)
+            world.each[index].set_no_later_than(now + value)
         else:
             now += value
             world.called.clear()
-            world.timers.run(now)
+            world.timers.run_due(now)
             expected = [(each, now) for each in range(3) if due[each] <= now]
             assert sorted(world.called) == expected
             due = [NEVER if each <= now else each for each in due]
@@ -97,6 +97,6 @@ def test_what_is_put_off_again_and_again_takes_no_more_room() -> None:
     for now in range(1000):
         timer.set(now + 30.0)
         timer.set(0.0)
-        world.timers.run(float(now))
+        world.timers.run_due(float(now))
         timer.set(now + 30.0)
     assert len(world.timers.heap) <= 2

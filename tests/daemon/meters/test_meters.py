@@ -34,5 +34,5 @@ def test_a_model_that_is_gone_takes_its_own_with_it() -> None:
     meters.of("n").deaths = 2
     assert meters.of("m") is meters.of("m")
     meters.keep(["m"])
-    assert [each.model for each in meters.figures()] == ["m"]
+    assert [each.model for each in meters.records()] == ["m"]
     assert (meters.of("m").deaths, meters.of("n").deaths) == (1, 0)

@@ -111,7 +111,7 @@ class FakeHost:
         self, owner: Owner, generation: Life, program: Program, name: str, role: Role, template: str = ""
     ) -> None:
         assert name not in self.names, "its name was used before"
-        if program.meeting is None and not program.members:
+        if program.rendezvous is None and not program.members_json:
             assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
         assert (role is Role.HOLDER) == name.endswith(".holder")
         self.names.add(name)

@@ -512,7 +512,7 @@ def test_a_model_that_failed_of_a_permanent_cause_is_loaded_again_when_that_is_a
 
 
 @pytest.mark.parametrize(
-    "end", [End(None, "cannot start python: Resource temporarily unavailable", not_started=True), End(-signal.SIGKILL)]
+    "end", [End(None, "cannot start python: Resource temporarily unavailable", has_transient_start_failure=True), End(-signal.SIGKILL)]
 )
 def test_a_holder_that_cannot_be_started_for_now_or_is_killed_is_started_again_later(end: End) -> None:
     stage = Stage(workers=1).pinned()
@@ -554,7 +554,7 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
 
 def vanished(stage: Stage, child: str, lost: Lost = Lost.SNAPSHOT) -> Stage:
     """A process cannot be started, for files have vanished."""
-    end = End(None, "the copy of the model in the cache folder is gone", not_started=True, lost=lost)
+    end = End(None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost)
     stage.model.on_exit(child, end, stage.now)
     return stage
 

@@ -147,27 +147,27 @@ def test_all_ranks_are_started_each_with_its_slice_and_all_with_the_same_table()
     stage = Cut().started()
     assert stage.host.spawned == [R0, R1]
     programs = [stage.host.programs[name] for name in (R0, R1)]
-    assert [(each.model, each.device, each.pinned) for each in programs] == [
+    assert [(each.model, each.device, each.snapshot_identity) for each in programs] == [
         (f"/snapshots/1/{rank}", f"ascend:{rank}", f"known{rank}:{digest(1, rank)}") for rank in range(2)
     ]
-    assert [each.meeting and (each.meeting.rank, each.meeting.reply, each.meeting.port) for each in programs] == [
+    assert [each.rendezvous and (each.rendezvous.rank, each.rendezvous.reply, each.rendezvous.port) for each in programs] == [
         (0, 1, 0),
         (1, 1, 0),
     ]
-    assert programs[0].table == programs[1].table
-    table = json.loads(programs[0].table)
+    assert programs[0].rank_table == programs[1].rank_table
+    table = json.loads(programs[0].rank_table)
     assert [each["device_ip"] for each in table["server_list"][0]["device"]] == ["10.0.0.1", "10.0.0.2"]
-    assert [each.why_spawned != "" for each in programs] == [True, True]
+    assert [each.spawn_reason != "" for each in programs] == [True, True]
 
 
 def test_where_ranks_need_a_broker_all_of_a_generation_know_its_port() -> None:
     stage = Cut(Ranks(size=2, groups=(("cpu", "cpu"),)), engine="mindspore").started()
     assert stage.host.spawned == ["big.1.broker", R0, R1]
-    meetings = [stage.host.programs[name].meeting for name in stage.host.spawned]
+    meetings = [stage.host.programs[name].rendezvous for name in stage.host.spawned]
     assert [each and each.rank for each in meetings] == [-1, 0, 1]
     [port] = {each.port for each in meetings if each is not None}
     assert port > 0
-    assert {program.table for program in stage.host.programs.values()} == {""}
+    assert {program.rank_table for program in stage.host.programs.values()} == {""}
 
 
 def test_they_enter_and_run_the_canary_together_and_then_take_requests_in_step() -> None:
@@ -280,7 +280,7 @@ def updated(stage: Cut, path: str = "/new{rank}.mindir", *, rollback: bool = Fal
 
 def test_where_there_is_a_port_another_group_comes_up_beside_the_old_one() -> None:
     stage = updated(Cut(dataclasses.replace(ON_CARDS, device_ports=(16666, 16667))).serving()).pinned()
-    tables = [json.loads(stage.host.programs[name].table) for name in (R0, "big.2.rank0")]
+    tables = [json.loads(stage.host.programs[name].rank_table) for name in (R0, "big.2.rank0")]
     assert [each["server_list"][0]["device"][0]["device_port"] for each in tables] == ["16666", "16667"]
     stage.loads(2, source=2)
     assert (stage.host.updated[0].path, stage.model.main_generation.label) == ("/new{rank}.mindir", "big.2")

@@ -108,7 +108,7 @@ def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypa
     for label in ("a.1", "b.1", "a.2", "c.1"):
         stage.loads(label, 0.0, 5.0)
     assert [*stage.loading.paces] == ["a", "c"]
-    written = [*stage.loading.figures()]
+    written = [*stage.loading.records()]
     assert [each.key for each in written] == ["a", "c"]
     following = Stage()
     following.loading.restore(

@@ -64,13 +64,13 @@ def scene() -> Scene:
 def test_a_turn_has_one_step(scene: Scene) -> None:
     scene.ask("a1", steps=3)
     scene.ask("b1")
-    scene.loop.wait(0.0)
+    scene.loop.run_once(0.0)
     assert scene.now == COST_S
-    scene.loop.wait(0.0)
+    scene.loop.run_once(0.0)
     # Whoever has had less is first.
     assert [client for _, client, _ in scene.answered] == ["b1"]
     for _ in range(5):
-        scene.loop.wait(0.0)
+        scene.loop.run_once(0.0)
     assert scene.now == pytest.approx(4 * COST_S)
 
 

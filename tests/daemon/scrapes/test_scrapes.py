@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from testkit.lingering import lingering
-from weightd.daemon.host.listening import listening, listens_on_loopback
+from weightd.daemon.host.listening import listen_on, is_loopback_listener
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
@@ -33,8 +33,8 @@ class World:
         self.loop = Loop()
         self._path = path
         self._stack = contextlib.ExitStack()
-        listener = self._stack.enter_context(listening(f"unix://{path}"))
-        page = Page(self.tell, self.loop.soon, lambda: self.now)
+        listener = self._stack.enter_context(listen_on(f"unix://{path}"))
+        page = Page(self.tell, self.loop.call_soon, lambda: self.now)
         self.scrapes = Scrapes(listener, self.loop, page, is_loopback=True, clock=lambda: self.now)
 
     def tell(self) -> MetricsResponse:
@@ -47,7 +47,7 @@ class World:
         made.connect(str(self._path))
         made.sendall(said)
         made.setblocking(False)
-        self.loop.wait(LIMIT_S)
+        self.loop.run_once(LIMIT_S)
         return made
 
     def answer(self, peer: socket.socket) -> bytes:
@@ -57,7 +57,7 @@ class World:
             try:
                 data = peer.recv(65536)
             except BlockingIOError:
-                self.loop.wait(LIMIT_S)
+                self.loop.run_once(LIMIT_S)
                 continue
             except ConnectionResetError:
                 # It had said more, which nobody has read.
@@ -125,11 +125,11 @@ def test_a_text_that_does_not_fit_into_the_kernels_buffer_comes_in_parts(tmp_pat
     world = World(tmp_path / "m.sock", version="x" * 2_000_000)
     peer = world.peer(GET)
     for _ in range(3):
-        world.loop.wait(0.0)
+        world.loop.run_once(0.0)
     # Who does not read keeps nobody, and what it says meanwhile is nothing to anybody; the text is there once.
     assert len(world.scrapes) == 1
     peer.sendall(b"is it there?")
-    world.loop.wait(0.0)
+    world.loop.run_once(0.0)
     assert world.answer(world.peer(GET)) == world.answer(peer)
     assert len(world.scrapes) == 0
     world.close()
@@ -140,7 +140,7 @@ def test_an_endless_head_is_not_kept(world: World) -> None:
     peer.setblocking(True)
     for _ in range(MAX_HEAD_BYTES // 1024):
         peer.sendall(b"x" * 1024)
-        world.loop.wait(1.0)
+        world.loop.run_once(1.0)
     peer.setblocking(False)
     assert world.answer(peer).startswith(b"HTTP/1.1 431 ")
 
@@ -149,7 +149,7 @@ def test_who_is_slow_or_silent_goes_after_a_while(world: World) -> None:
     silent, slow = world.peer(), world.peer(b"GET /met")
     world.passes(MOST_S - 1.0)
     slow.sendall(b"rics HTTP/1.1\r\n")
-    world.loop.wait(LIMIT_S)
+    world.loop.run_once(LIMIT_S)
     late = world.peer()
     assert len(world.scrapes) == 3
     world.passes(1.0)
@@ -188,7 +188,7 @@ def test_who_goes_is_forgotten_whatever_it_was_to_be_told(world: World) -> None:
     for said in (b"", b"GET /metr", GET):
         world.peer(said).close()
         for _ in range(5):
-            world.loop.wait(0.01)
+            world.loop.run_once(0.01)
         assert len(world.scrapes) == 0
 
 
@@ -197,7 +197,7 @@ def test_one_at_a_time_is_let_in(world: World, tmp_path: Path) -> None:
         for _ in range(3):
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "m.sock"))
         for count in (1, 2, 3):
-            world.loop.wait(LIMIT_S)
+            world.loop.run_once(LIMIT_S)
             assert len(world.scrapes) == count
 
 
@@ -205,9 +205,9 @@ def test_one_at_a_time_is_let_in(world: World, tmp_path: Path) -> None:
 def test_where_a_page_in_a_browser_could_connect_is_known(address: str, expected: bool, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind((address, 0))
-        assert listens_on_loopback(listener) == expected
-    with listening(f"unix://{tmp_path}/x") as listener:
-        assert not listens_on_loopback(listener)
+        assert is_loopback_listener(listener) == expected
+    with listen_on(f"unix://{tmp_path}/x") as listener:
+        assert not is_loopback_listener(listener)
 
 
 @pytest.mark.parametrize("before", [b"", b"GET "])

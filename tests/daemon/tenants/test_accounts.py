@@ -62,7 +62,7 @@ def test_a_tenant_that_is_gone_is_forgotten_once_nothing_of_it_is_in_flight() ->
     running.accepts(5)
     for named, left in ((True, ["ann", "bob"]), (False, ["ann"])):
         accounts.keep(["ann"], ["m"])
-        assert [each.tenant for each in accounts.figures()] == left
+        assert [each.tenant for each in accounts.records()] == left
         if named:
             running.fails(Cancelled(""))
 
@@ -72,7 +72,7 @@ def test_what_was_written_down_is_gone_on_with() -> None:
     busy(before, "ann", "m").refuses(Cancelled(""))
     busy(before, "bob", "n").accepts(1)
     before.of("eve", "m")
-    written = [*before.figures()]
+    written = [*before.records()]
     assert [(each.tenant, each.model) for each in written] == [("ann", "m"), ("bob", "n")]
     busy(after, "ann", "m")
     after.restore(written)
@@ -92,7 +92,7 @@ def test_whatever_was_written_down_can_be_told_and_written_again() -> None:
     account.accepts(1)
     account.ran(1.0, 1)
     account.answers(1)
-    [figures] = accounts.figures()
+    [figures] = accounts.records()
     assert decode(Figures, plain(figures)) == figures
     assert [*figures.refused] == ["NOT_FOUND"]
 

@@ -38,12 +38,12 @@ class SnapshotFiles:
         """What a rank is told of the groups of ranks within the model, if that is configured."""
         return self.directory / f"group_info{rank}"
 
-    def table(self, group: int) -> Path:
+    def rank_table(self, group: int) -> Path:
         """The rank table of a group, if it is configured."""
         return self.directory / f"rank_table{group}.json"
 
     @property
-    def meter(self) -> Path:
+    def copy_progress(self) -> Path:
         """How much of it has been copied."""
         return self.directory / "copied"
 
@@ -80,7 +80,7 @@ class GenerationFiles:
         return self.directory / "pages"
 
     @property
-    def table(self) -> Path:
+    def rank_table(self) -> Path:
         """The rank table that is written for it."""
         return self.directory / "rank_table.json"
 
@@ -88,7 +88,7 @@ class GenerationFiles:
         """Where a child's stdout and stderr go."""
         return self.directory / f"{child}.log"
 
-    def create(self, table: str = "") -> None:
+    def create(self, rank_table: str = "") -> None:
         """Make the directory, with this rank table in it if there is one.
 
         Raises:
@@ -98,8 +98,8 @@ class GenerationFiles:
         # Somebody may have removed all of the cache.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
-        if table:
-            self.table.write_text(table, "ascii")
+        if rank_table:
+            self.rank_table.write_text(rank_table, "ascii")
 
     def remove(self) -> None:
         """Remove everything."""

@@ -17,7 +17,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.restarts import Restarts
 from weightd.daemon.host import clock
 from weightd.daemon.host.ends import End
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 
 _log = logging.getLogger("weightd")
 
@@ -27,7 +27,7 @@ START_TIMEOUT_S = 60.0
 # What it takes to fork, however much memory has to be marked for it, and then some.
 FORK_TIMEOUT_S = 10.0
 
-Kind = tuple[str, str]
+ServerKey = tuple[str, str]
 """Interpreter and engine."""
 
 
@@ -48,11 +48,11 @@ class ForkServer:
     python: str
     engine: str
     name: str = ""
-    since: float = 0.0
-    is_up: bool = False
-    forked: int = 0
-    why: str = ""
-    restarts: Restarts = field(default_factory=Restarts)
+    started_at: float = 0.0
+    has_forked: bool = False
+    fork_count: int = 0
+    reason: str = ""
+    restart_backoff: Restarts = field(default_factory=Restarts)
 
 
 class ForkServers:
@@ -66,83 +66,83 @@ class ForkServers:
     """
 
     def __init__(
-        self, directory: Path, address: str, start: Callable[[Launch], object], end: Callable[[str], object]
+        self, directory: Path, address: str, start_process: Callable[[Launch], object], kill_process: Callable[[str], object]
     ) -> None:
         self._directory = directory
         self._address = address
-        self._start_process = start
-        self._end = end
-        self._all: dict[Kind, ForkServer] = {}
+        self._start_process = start_process
+        self._kill_process = kill_process
+        self._servers: dict[ServerKey, ForkServer] = {}
         self._serial = 0
 
     @property
-    def all(self) -> Mapping[Kind, ForkServer]:
+    def servers(self) -> Mapping[ServerKey, ForkServer]:
         """Those that are wanted."""
-        return self._all
+        return self._servers
 
-    def want(self, models: Iterable[ModelConfig]) -> None:
+    def reconcile(self, models: Iterable[ModelConfig]) -> None:
         """Have those that these models want, and no other."""
         wanted = {(each.python, each.engine) for each in models if each.can_fork}
-        for kind in self._all.keys() - wanted:
-            server = self._all.pop(kind)
+        for kind in self._servers.keys() - wanted:
+            server = self._servers.pop(kind)
             if server.name:
-                self._end(server.name)
-        for kind in sorted(wanted - self._all.keys()):
-            self._start(self._all.setdefault(kind, ForkServer(*kind)))
+                self._kill_process(server.name)
+        for kind in sorted(wanted - self._servers.keys()):
+            self._start(self._servers.setdefault(kind, ForkServer(*kind)))
 
     def find(self, program: Program) -> ForkServer | None:
         """Return the one for this program, started anew if that is due; None if no model wants it."""
-        server = self._all.get((program.python, program.engine))
-        if server is not None and not server.name and server.restarts.due_at <= clock.now():
+        server = self._servers.get((program.python, program.engine))
+        if server is not None and not server.name and server.restart_backoff.due_at <= clock.now():
             self._start(server)
         return server
 
-    def is_one(self, name: str) -> bool:
+    def is_fork_server(self, name: str) -> bool:
         """Whether a process is one of them."""
-        return self._of(name) is not None
+        return self._find_by_name(name) is not None
 
-    def due(self, name: str, *, has_lane: bool) -> float:
+    def fork_deadline(self, name: str, *, has_channel: bool) -> float:
         """Return by when one that is asked now has to have answered, in monotonic seconds.
 
         Args:
             name: of the process.
             has_lane: whether it has connected its lane, which it does when it has loaded everything.
         """
-        server = self._of(name)
-        due = clock.now() + FORK_TIMEOUT_S
-        return due if server is None or has_lane or server.is_up else max(due, server.since + START_TIMEOUT_S)
+        server = self._find_by_name(name)
+        deadline = clock.now() + FORK_TIMEOUT_S
+        return deadline if server is None or has_channel or server.has_forked else max(deadline, server.started_at + START_TIMEOUT_S)
 
-    def forked(self, name: str) -> None:
+    def on_child_forked(self, name: str) -> None:
         """It has made a child."""
-        server = self._of(name)
+        server = self._find_by_name(name)
         if server is not None:
-            server.forked += 1
-            server.is_up = True
+            server.fork_count += 1
+            server.has_forked = True
 
-    def exited(self, name: str, end: End) -> None:
+    def on_exit(self, name: str, exit_cause: End) -> None:
         """It has ended: the next one is started at once, unless the one before has also ended soon."""
-        server = self._of(name)
+        server = self._find_by_name(name)
         if server is None:
             return
         now = clock.now()
-        server.restarts.on_death(now - server.since, now)
-        server.name, server.why = "", f"its fork server is lost: {end}"
-        _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, end)
-        if server.restarts.delay_s == 0.0:
+        server.restart_backoff.on_death(now - server.started_at, now)
+        server.name, server.reason = "", f"its fork server is lost: {exit_cause}"
+        _log.warning("the fork server of %s under %s is lost: %s", server.engine, server.python, exit_cause)
+        if server.restart_backoff.delay_s == 0.0:
             self._start(server)
 
-    def _of(self, name: str) -> ForkServer | None:
-        return next((each for each in self._all.values() if name and each.name == name), None)
+    def _find_by_name(self, name: str) -> ForkServer | None:
+        return next((each for each in self._servers.values() if name and each.name == name), None)
 
     def _start(self, server: ForkServer) -> None:
         self._serial += 1
         name = f"forkserver.{self._serial}"
         log = self._directory / f"{name}.log"
         try:
-            self._start_process(launch.fork_server(server.python, server.engine, name, self._address, log))
+            self._start_process(launch.fork_server_spec(server.python, server.engine, name, self._address, log))
         except OSError as error:
             now = clock.now()
-            server.restarts.on_death(0.0, now)
-            server.why = explained(f"its fork server cannot be started: {error.strerror or error}")
+            server.restart_backoff.on_death(0.0, now)
+            server.reason = with_limit_hint(f"its fork server cannot be started: {error.strerror or error}")
         else:
-            server.name, server.since, server.is_up, server.why = name, clock.now(), False, ""
+            server.name, server.started_at, server.has_forked, server.reason = name, clock.now(), False, ""

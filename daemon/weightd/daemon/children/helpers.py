@@ -15,20 +15,20 @@ from weightd.daemon.host import processes
 from weightd.daemon.host.ends import End
 
 # No answer is longer, nor fills a pipe.
-_ANSWER_BYTES = 65536
+_MAX_RESULT_BYTES = 65536
 
-Answer = Mapping[str, Any]
+OneshotResult = Mapping[str, Any]
 """What a helper has answered; nothing where it has not."""
 
 
-def ask(
-    running: Running,
+def run(
+    process_table: Running,
     name: str,
     argv: Sequence[str],
     log: Path,
-    tell: Callable[[Answer, End], None],
+    on_result: Callable[[OneshotResult, End], None],
     *,
-    order: bytes = b"",
+    stdin_data: bytes = b"",
 ) -> None:
     """Start a helper, whose stdout is the pipe; `tell` what it has answered, and how it has ended, once it has.
 
@@ -45,28 +45,28 @@ def ask(
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        process = processes.start(argv, log, stdout=writer, order=order)
+        process = processes.start(argv, log, stdout=writer, stdin_data=stdin_data)
     except OSError:
         os.close(reader)
         raise
     finally:
         os.close(writer)
-    running.add(name, process, functools.partial(_on_exit, running, name, reader, tell))
+    process_table.add(name, process, functools.partial(_on_exit, process_table, name, reader, on_result))
 
 
-def _on_exit(running: Running, name: str, reader: int, tell: Callable[[Answer, End], None]) -> None:
-    end = running.reap(name)
-    answer: Answer = {}
+def _on_exit(process_table: Running, name: str, reader: int, on_result: Callable[[OneshotResult, End], None]) -> None:
+    exit_cause = process_table.reap(name)
+    result: OneshotResult = {}
     # Nothing, and no end of it: it has left somebody behind who still could say something.
     with contextlib.suppress(BlockingIOError):
-        answer = _decoded(os.read(reader, _ANSWER_BYTES))
+        result = _parse_result(os.read(reader, _MAX_RESULT_BYTES))
     os.close(reader)
-    tell(answer, end)
+    on_result(result, exit_cause)
 
 
-def _decoded(content: bytes) -> Answer:
+def _parse_result(content: bytes) -> OneshotResult:
     try:
-        answer = cast("object", json.loads(content))
+        result = cast("object", json.loads(content))
     except ValueError:
         return {}
-    return cast("Answer", answer) if isinstance(answer, dict) else {}
+    return cast("OneshotResult", result) if isinstance(result, dict) else {}

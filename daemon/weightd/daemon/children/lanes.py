@@ -12,10 +12,10 @@ from typing import Any
 
 from weightd.daemon.children.mapped import Mapped
 from weightd.daemon.host.accepting import Accepting
-from weightd.daemon.host.credentials import credentials
-from weightd.daemon.host.listening import bound
+from weightd.daemon.host.credentials import peer_credentials
+from weightd.daemon.host.listening import bind_unix
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.sockets import PRIVATE
+from weightd.daemon.host.sockets import PRIVATE_UMASK
 from weightd.daemon.requests.regions import Memory
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -25,7 +25,7 @@ from weightd.protocol.messages.children import Map, Unmap
 from weightd.shared.stream import Stream, keep_much
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
-_MOST_READS = 8
+_MAX_READS = 8
 
 _log = logging.getLogger("weightd")
 
@@ -49,152 +49,152 @@ class Lanes:
         path: Path,
         loop: Loop,
         name_of: Callable[[int], str | None],
-        heard: Callable[[str, Sequence[Any]], object],
-        broken: Callable[[str, RemoteProtocolError], object],
+        on_message: Callable[[str, Sequence[Any]], object],
+        on_protocol_error: Callable[[str, RemoteProtocolError], object],
     ) -> None:
-        self.several: Callable[[], object] = lambda: None
+        self.on_message_burst: Callable[[], object] = lambda: None
         self._loop = loop
         self._name_of = name_of
-        self._heard = heard
-        self._broken = broken
+        self._on_message = on_message
+        self._on_protocol_error = on_protocol_error
         # None: it had one, which is closed. That it has ended, its pidfd will tell.
-        self._lanes: dict[str, Stream | None] = {}
+        self._channels: dict[str, Stream | None] = {}
         # What children are to have once they have connected.
-        self._held: dict[str, list[tuple[Sequence[Any], Sequence[Memory]]]] = {}
+        self._held_messages: dict[str, list[tuple[Sequence[Any], Sequence[Memory]]]] = {}
         # What each has been given of the memory of clients.
-        self._mapped: dict[str, Mapped] = {}
-        self._listener = bound(path, str(path), PRIVATE)
+        self._worker_regions: dict[str, Mapped] = {}
+        self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
         # Whoever is heard by another way has connected before: all are let in.
-        self._accepting = Accepting(self._listener, loop, self._let_in, _log.error, most=socket.SOMAXCONN)
+        self._acceptor = Accepting(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
         """Whether the child has connected its lane, and that is not closed."""
-        return self._lanes.get(name) is not None
+        return self._channels.get(name) is not None
 
-    def leads_to(self, name: str) -> bool:
+    def is_open_or_pending(self, name: str) -> bool:
         """Whether the child has a lane, or will have one for what waits: what is to come after that has to go there."""
-        return self.is_open(name) or name in self._held
+        return self.is_open(name) or name in self._held_messages
 
-    def send(self, name: str, frames: Sequence[Any], memories: Sequence[Memory] = ()) -> None:
+    def send(self, name: str, frames: Sequence[Any], regions: Sequence[Memory] = ()) -> None:
         """Send a message to a child, now or when it reads, after the memory that it names; frames are not copied."""
-        lane = self._lanes.get(name)
-        if lane is not None:
+        channel = self._channels.get(name)
+        if channel is not None:
             try:
-                if memories:
-                    mapped = self._mapped[name]
-                    if len(memories) > 1 or memories[0].number != mapped.latest:
-                        self._give(lane, mapped, memories)
-                if not lane.send(frames):
-                    self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+                if regions:
+                    worker_regions = self._worker_regions[name]
+                    if len(regions) > 1 or regions[0].number != worker_regions.latest_number:
+                        self._map_regions(channel, worker_regions, regions)
+                if not channel.send(frames):
+                    self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
             except ConnectionError:
                 # What it has said before is still read.
                 return
-        elif name not in self._lanes:
-            self._held.setdefault(name, []).append((frames, memories))
+        elif name not in self._channels:
+            self._held_messages.setdefault(name, []).append((frames, regions))
 
-    def hold(self, name: str) -> None:
+    def cork(self, name: str) -> None:
         """Keep small messages to a child back until the end of this turn: what comes belongs together."""
-        lane = self._lanes.get(name)
-        if lane is not None:
-            lane.hold()
-            self._loop.soon(functools.partial(self._let_go, lane))
+        channel = self._channels.get(name)
+        if channel is not None:
+            channel.hold()
+            self._loop.call_soon(functools.partial(self._uncork, channel))
 
     def unmap(self, number: int) -> None:
         """Take memory away from whoever was given it: nothing will name it again."""
-        for name, mapped in self._mapped.items():
-            lane = self._lanes[name]
-            if mapped.forget(number) and lane is not None:
+        for name, mapped in self._worker_regions.items():
+            lane = self._channels[name]
+            if mapped.remove(number) and lane is not None:
                 self.send(name, encode(Unmap(number)))
 
     def accept(self) -> None:
         """Take whoever has connected. A child that does so again has done with what came before."""
-        self._accepting.accept()
+        self._acceptor.accept()
 
-    def _let_in(self, connection: socket.socket) -> None:
-        name = self._name_of(credentials(connection).pid)
+    def _on_connection(self, connection: socket.socket) -> None:
+        name = self._name_of(peer_credentials(connection).pid)
         if name is None:
             connection.close()
             return
-        self.read_out(name)
+        self.read_all(name)
         self._close(name)
         keep_much(connection)
-        lane = self._lanes[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
-        self._mapped[name] = Mapped()
-        self._loop.add(lane.fileno(), functools.partial(self._read, name, lane))
-        for frames, memories in self._held.pop(name, ()):
+        channel = self._channels[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
+        self._worker_regions[name] = Mapped()
+        self._loop.add(channel.fileno(), functools.partial(self._read, name, channel))
+        for frames, memories in self._held_messages.pop(name, ()):
             self.send(name, frames, memories)
 
-    def read_out(self, name: str) -> None:
+    def read_all(self, name: str) -> None:
         """Read all that the child has said until now."""
-        lane = self._lanes.get(name)
-        if lane is not None:
-            readable = select.poll()
-            readable.register(lane, select.POLLIN)
-            while self._lanes.get(name) is lane and readable.poll(0):
-                self._read(name, lane)
+        channel = self._channels.get(name)
+        if channel is not None:
+            poller = select.poll()
+            poller.register(channel, select.POLLIN)
+            while self._channels.get(name) is channel and poller.poll(0):
+                self._read(name, channel)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """The child has exited."""
         self._close(name)
-        for known in (self._lanes, self._held, self._mapped):
+        for known in (self._channels, self._held_messages, self._worker_regions):
             known.pop(name, None)
 
     def close(self) -> None:
         """Close them all; the path stays."""
-        for name in self._lanes:
+        for name in self._channels:
             self._close(name)
         self._listener.close()
 
-    def _give(self, lane: Stream, mapped: Mapped, memories: Sequence[Memory]) -> None:
-        surplus, missing = mapped.use(memories)
+    def _map_regions(self, channel: Stream, worker_regions: Mapped, regions: Sequence[Memory]) -> None:
+        surplus, missing = worker_regions.mark_used(regions)
         for number in surplus:
-            lane.send(encode(Unmap(number)))
+            channel.send(encode(Unmap(number)))
         for memory in missing:
             try:
-                lane.send(encode(Map(memory.number)), (memory.fileno(),))
+                channel.send(encode(Map(memory.number)), (memory.fileno(),))
             except OSError:
                 # No descriptor is left: the worker says that it has none, and the next request tries again.
-                mapped.forget(memory.number)
+                worker_regions.remove(memory.number)
 
     def _close(self, name: str) -> None:
-        lane = self._lanes.get(name)
-        if lane is not None:
-            self._lanes[name] = None
-            self._loop.remove(lane.fileno())
-            lane.close()
+        channel = self._channels.get(name)
+        if channel is not None:
+            self._channels[name] = None
+            self._loop.remove(channel.fileno())
+            channel.close()
 
-    def _read(self, name: str, lane: Stream) -> None:
+    def _read(self, name: str, channel: Stream) -> None:
         try:
-            for _ in range(_MOST_READS):
-                messages = lane.receive()
+            for _ in range(_MAX_READS):
+                messages = channel.receive()
                 if len(messages) > 1:
-                    self.several()
+                    self.on_message_burst()
                 for frames, lengths in messages:
                     if len(frames) < len(lengths):
                         raise RemoteProtocolError(f"header: longer than {limits.MAX_CHILD_HEADER_BYTES} bytes")
-                    self._heard(name, frames)
-                if not lane.has_more or self._lanes.get(name) is not lane:
+                    self._on_message(name, frames)
+                if not channel.has_more or self._channels.get(name) is not channel:
                     break
         except ConnectionError:
             self._close(name)
         except RemoteProtocolError as error:
             self._close(name)
-            self._broken(name, error)
+            self._on_protocol_error(name, error)
 
-    def _let_go(self, lane: Stream) -> None:
+    def _uncork(self, channel: Stream) -> None:
         try:
-            if lane in self._lanes.values() and not lane.let_go():
-                self._loop.watch_writes(lane.fileno(), functools.partial(self._flush, lane))
+            if channel in self._channels.values() and not channel.let_go():
+                self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
         except ConnectionError:
             # As for one message.
             return
 
-    def _flush(self, lane: Stream) -> None:
+    def _flush(self, channel: Stream) -> None:
         try:
-            is_done = lane.flush()
+            is_done = channel.flush()
         except ConnectionError:
             is_done = True
         if is_done:
-            self._loop.unwatch_writes(lane.fileno())
+            self._loop.unwatch_writes(channel.fileno())

@@ -53,14 +53,14 @@ class Program:
     sample: str = ""
     tolerance: float = 0.0
     environment: Mapping[str, str] | None = None
-    why_spawned: str = ""
-    may_be_template: bool = False
-    pinned: str = ""
-    users: int = 0
+    spawn_reason: str = ""
+    can_be_template: bool = False
+    snapshot_identity: str = ""
+    attached_count: int = 0
     cores: str = ""
-    meeting: Meeting | None = None
-    table: str = ""
-    members: str = ""
+    rendezvous: Meeting | None = None
+    rank_table: str = ""
+    members_json: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,23 @@ class Launch:
     arguments: Sequence[str]
     log: Path
     environment: Mapping[str, str]
-    by_lane: bool = False
+    is_channel_only: bool = False
 
-    def of(self, parent: int) -> Launch:
+    def with_parent(self, parent: int) -> Launch:
         """Return the same for a process of this parent."""
         return replace(self, command=[*self.command, "--parent", str(parent)])
 
     @property
-    def order(self) -> bytes:
+    def stdin_data(self) -> bytes:
         """What the process reads from stdin."""
         return json.dumps([*self.arguments]).encode()
 
-    def because(self, why: str) -> Launch:
+    def with_origin_note(self, why: str) -> Launch:
         """Return the same for a process that tells why it was not forked."""
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
-def program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: str) -> Program:
+def worker_program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: str) -> Program:
     """Return what the children of a generation run on a device."""
     return Program(
         config.python,
@@ -110,28 +110,28 @@ def program(config: ModelConfig, generation: Life, snapshot: Snapshot, device: s
         weights=snapshot.weights,
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
-        why_spawned=_why_spawned(config),
-        may_be_template=generation.spec.can_fork_from_holder,
-        pinned=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
-        users=0 if config.is_on_cards else generation.spec.process_count,
+        spawn_reason=_spawn_reason(config),
+        can_be_template=generation.spec.can_fork_from_holder,
+        snapshot_identity=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",
+        attached_count=0 if config.is_on_cards else generation.spec.process_count,
         cores=config.cores_of(device),
     )
 
 
-def _why_spawned(config: ModelConfig) -> str:
+def _spawn_reason(config: ModelConfig) -> str:
     if config.is_on_cards:
         return "what drives a card does not survive a fork"
     return "" if config.can_fork else 'start = "spawn"'
 
 
-def fork_server(python: str, engine: str, name: str, address: str, log: Path) -> Launch:
+def fork_server_spec(python: str, engine: str, name: str, address: str, log: Path) -> Launch:
     """Return how the process is started of which others are forked that run this engine."""
     command = [python, "-m", "weightd.worker.forkserver", "--engine", engine]
     arguments = ["--address", address, "--name", name]
-    return Launch(name, command, arguments, log, _environment(None, log), by_lane=True)
+    return Launch(name, command, arguments, log, _environment(None, log), is_channel_only=True)
 
 
-def child(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
+def child_spec(program: Program, name: str, role: Role, address: str, files: GenerationFiles) -> Launch:
     """Return how a child is started: one program for all, the orders it gets make the difference.
 
     Args:
@@ -146,8 +146,8 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
     argv += ["--device", program.device, "--store", str(files.store)]
     if program.cores:
         argv += ["--cores", program.cores]
-    if program.pinned:
-        argv += ["--pinned", program.pinned]
+    if program.snapshot_identity:
+        argv += ["--pinned", program.snapshot_identity]
     if not program.sharing:
         argv += ["--sharing", "off"]
     if program.options != Program.options:
@@ -158,30 +158,30 @@ def child(program: Program, name: str, role: Role, address: str, files: Generati
         argv += ["--sample", program.sample]
     if program.tolerance:
         argv += ["--tolerance", repr(program.tolerance)]
-    argv += _of_a_unit(program, files)
+    argv += _rank_arguments(program, files)
     if role is Role.HOLDER:
-        argv += ["--users", str(program.users)] if program.users else []
-        argv += ["--template"] if program.may_be_template else []
+        argv += ["--users", str(program.attached_count)] if program.attached_count else []
+        argv += ["--template"] if program.can_be_template else []
     command, log = [program.python, "-m", "weightd.worker", "--role", role.value], files.log(name)
-    is_template = program.may_be_template and role is Role.HOLDER
-    return Launch(name, command, argv, log, _environment(program.environment, log), by_lane=is_template)
+    is_template = program.can_be_template and role is Role.HOLDER
+    return Launch(name, command, argv, log, _environment(program.environment, log), is_channel_only=is_template)
 
 
-def _of_a_unit(program: Program, files: GenerationFiles) -> list[str]:
+def _rank_arguments(program: Program, files: GenerationFiles) -> list[str]:
     argv: list[str] = []
-    if program.meeting is not None:
-        meeting = program.meeting._replace(table=str(files.table)) if program.table else program.meeting
-        argv += ["--ranks", meeting.json()]
-    if program.members:
-        argv += ["--members", program.members]
+    if program.rendezvous is not None:
+        rendezvous = program.rendezvous._replace(table=str(files.rank_table)) if program.rank_table else program.rendezvous
+        argv += ["--ranks", rendezvous.json()]
+    if program.members_json:
+        argv += ["--members", program.members_json]
     return argv
 
 
-def _environment(given: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:
+def _environment(base: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:
     """All of it.
 
     Of numpy a process only wants arrays, and of ONNX Runtime no telemetry: without either it has one thread. Temporary
     files go with its log: the /tmp of a service that has PrivateTmp= is removed when that is restarted.
     """
-    own = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
-    return {**(os.environ if given is None else given), **own}
+    overrides = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
+    return {**(os.environ if base is None else base), **overrides}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weightd.daemon.requests.regions import Memory
 
 # More than one connection may have, so what a request needs always fits.
-MOST = 64
+MAX_REGIONS = 64
 
 
 class Mapped:
@@ -21,31 +21,31 @@ class Mapped:
             there is none.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        self.latest: int | None = None
-        self._most = most
+    def __init__(self, max_regions: int = MAX_REGIONS) -> None:
+        self.latest_number: int | None = None
+        self._max_regions = max_regions
         # The one that was used last is the last.
         self._numbers: dict[int, None] = {}
 
-    def use(self, memories: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
+    def mark_used(self, regions: Sequence[Memory]) -> tuple[Sequence[int], Sequence[Memory]]:
         """A request is given to the worker: return what has to be taken away before, and what has to be given."""
-        missing = [memory for memory in memories if memory.number not in self._numbers]
-        for memory in memories:
+        missing = [memory for memory in regions if memory.number not in self._numbers]
+        for memory in regions:
             self._numbers.pop(memory.number, None)
             self._numbers[memory.number] = None
-            self.latest = memory.number
-        surplus = [*self._numbers][: -self._most]
+            self.latest_number = memory.number
+        surplus = [*self._numbers][: -self._max_regions]
         for number in surplus:
             del self._numbers[number]
         return surplus, missing
 
-    def forget(self, number: int) -> bool:
+    def remove(self, number: int) -> bool:
         """A region is gone; return whether the worker had it."""
-        if number == self.latest:
-            self.latest = None
+        if number == self.latest_number:
+            self.latest_number = None
         return self._numbers.pop(number, 0) is None
 
     def clear(self) -> None:
         """It is another process, or has forgotten all."""
         self._numbers.clear()
-        self.latest = None
+        self.latest_number = None

@@ -18,7 +18,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ascend import physical_id
-from weightd.daemon.host.cores import allowed
+from weightd.daemon.host.cores import allowed_cores
 from weightd.shared.cores import listed
 from weightd.shared.devices import card_of
 from weightd.shared.meeting import Meeting
@@ -43,8 +43,8 @@ class Place:
     """
 
     port: int = 0
-    table: str = ""
-    text: str = ""
+    rank_table_path: str = ""
+    rank_table_text: str = ""
 
 
 def free_port() -> int:
@@ -58,7 +58,7 @@ def free_port() -> int:
         return port
 
 
-def written_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> str:
+def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> str:
     """Return the rank table of ranks on these cards of this host.
 
     Args:
@@ -67,43 +67,43 @@ def written_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> 
         port: on which the communication of each listens; 0: the library's own.
     """
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
-    known: dict[int, str] = {}
+    configured_ips: dict[int, str] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = ranktable.parse_addresses(_HCCN_CONF.read_text("ascii"))
+        configured_ips = ranktable.parse_addresses(_HCCN_CONF.read_text("ascii"))
     entries: list[ranktable.Device] = []
     for device in devices:
         card = card_of(device) or 0
         number = physical_id(card, visible)
         number = card if number is None else number
-        entries.append(ranktable.Device(number, ips.get(device) or known.get(number, ""), port))
+        entries.append(ranktable.Device(number, ips.get(device) or configured_ips.get(number, ""), port))
     return ranktable.generate(entries)
 
 
-def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, place: Place) -> Program:
+def rank_program(config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Place) -> Program:
     """Return what the process of a rank runs; None: the broker's."""
     if config.ranks is None:
         raise ValueError("expected a model with ranks")
-    own = snapshot.slices[rank or 0]
+    rank_slice = snapshot.slices[rank or 0]
     return Program(
         config.python,
         config.engine,
-        own.path,
+        rank_slice.path,
         device,
         threads=config.threads,
         sharing=False,
         options=config.engine_options.to_json(),
         sample=snapshot.sample,
         tolerance=config.canary_tolerance,
-        why_spawned="ranks are of no fork server",
-        pinned=f"{own.identity}:{own.sha256}",
+        spawn_reason="ranks are of no fork server",
+        snapshot_identity=f"{rank_slice.identity}:{rank_slice.sha256}",
         cores="" if rank is None else config.cores_of(device),
-        meeting=_meeting(config, config.ranks, own.group_info, device, rank, place),
-        table=place.text,
+        rendezvous=_rendezvous_info(config, config.ranks, rank_slice.group_info, device, rank, rendezvous),
+        rank_table=rendezvous.rank_table_text,
     )
 
 
-def _meeting(
-    config: ModelConfig, ranks: Ranks, group_info: str, device: str, rank: int | None, place: Place
+def _rendezvous_info(
+    config: ModelConfig, ranks: Ranks, group_info: str, device: str, rank: int | None, rendezvous: Place
 ) -> Meeting:
     return Meeting(
         _NO_RANK if rank is None else rank,
@@ -112,20 +112,20 @@ def _meeting(
         ranks.exec_timeout,
         reply=ranks.reply_rank,
         host=_HOST,
-        port=place.port,
-        table=place.table,
+        port=rendezvous.port,
+        table=rendezvous.rank_table_path,
         group_info=group_info,
         buffer_mib=ranks.buffer_mib if ranks.is_on_cards else 0,
-        cores="" if rank is None or ranks.is_on_cards or config.cores_of(device) else _share(rank, ranks.size),
+        cores="" if rank is None or ranks.is_on_cards or config.cores_of(device) else _rank_cores(rank, ranks.size),
     )
 
 
-def _share(rank: int, size: int) -> str:
+def _rank_cores(rank: int, size: int) -> str:
     """Return the cores that a rank on the whole CPU stays on; "": there are not as many as ranks.
 
     One process wakes all of them, near to which the kernel puts them: on the same core more often than not, where they
     compute in turn while others idle. To start, each uses all there are.
     """
-    cores = sorted(allowed())
-    each = len(cores) // size
-    return listed(cores[rank * each :][:each])
+    cores = sorted(allowed_cores())
+    cores_per_rank = len(cores) // size
+    return listed(cores[rank * cores_per_rank :][:cores_per_rank])

@@ -12,14 +12,14 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-_NUMBERS = struct.Struct("<QQ")
+_FORMAT = struct.Struct("<QQ")
 
 
 class Copied(NamedTuple):
     """So many bytes of so many; of what is not open yet the size is a guess."""
 
-    nbytes: int
-    of: int
+    copied_bytes: int
+    total_bytes: int
 
 
 class Meter:
@@ -30,29 +30,29 @@ class Meter:
         models: how many are copied, of about the same size.
     """
 
-    def __init__(self, path: Path | None = None, models: int = 1) -> None:
-        self._models = models
-        self._begun = 0
-        self._known = 0
-        self._copied = 0
+    def __init__(self, path: Path | None = None, model_count: int = 1) -> None:
+        self._model_count = model_count
+        self._started_count = 0
+        self._known_bytes = 0
+        self._copied_bytes = 0
         self._descriptor: int | None = None
         if path is not None:
             # To copy without telling how far it is is better than not to copy.
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def begins(self, nbytes: int) -> None:
+    def start_model(self, nbytes: int) -> None:
         """The next model is so large."""
-        self._begun += 1
-        self._known += nbytes
+        self._started_count += 1
+        self._known_bytes += nbytes
 
-    def add(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """So much more was copied."""
-        self._copied += nbytes
+        self._copied_bytes += nbytes
         if self._descriptor is not None:
-            of = self._known * max(1, self._models) // max(1, self._begun)
+            total_bytes = self._known_bytes * max(1, self._model_count) // max(1, self._started_count)
             with contextlib.suppress(OSError):
-                os.pwrite(self._descriptor, _NUMBERS.pack(self._copied, of), 0)
+                os.pwrite(self._descriptor, _FORMAT.pack(self._copied_bytes, total_bytes), 0)
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -68,9 +68,9 @@ def read(path: Path) -> Copied | None:
     except OSError:
         return None
     try:
-        copied, of = _NUMBERS.unpack(os.pread(descriptor, _NUMBERS.size, 0))
+        copied_bytes, total_bytes = _FORMAT.unpack(os.pread(descriptor, _FORMAT.size, 0))
     except (OSError, struct.error):
         return None
     finally:
         os.close(descriptor)
-    return Copied(copied, of) if copied <= of else None
+    return Copied(copied_bytes, total_bytes) if copied_bytes <= total_bytes else None

@@ -19,7 +19,7 @@ from weightd.protocol.messages.children import Fork, Forked
 _log = logging.getLogger("weightd")
 
 # What has been ended for being late is looked at again after this.
-_AGAIN_S = 1.0
+_RECHECK_INTERVAL_S = 1.0
 
 
 class Nursery:
@@ -38,72 +38,72 @@ class Nursery:
         self,
         launcher: Launcher,
         loop: Loop,
-        order: Callable[[str, Fork], None],
-        born: Callable[[Launch, str, Process], None],
-        surplus: Callable[[str, Process], None],
-        hung: Callable[[str], None],
+        send_order: Callable[[str, Fork], None],
+        on_child_forked: Callable[[Launch, str, Process], None],
+        on_unwanted: Callable[[str, Process], None],
+        on_timeout: Callable[[str], None],
     ) -> None:
-        self._forks = Forks()
+        self._pending_forks = Forks()
         self._launcher = launcher
-        self._order = order
-        self._born = born
-        self._surplus = surplus
-        self._hung = hung
-        self._timer = Timer(self.look)
+        self._send_order = send_order
+        self._on_child_forked = on_child_forked
+        self._on_unwanted = on_unwanted
+        self._on_timeout = on_timeout
+        self._timer = Timer(self.check_overdue)
         loop.add_timer(self._timer)
 
-    def fork(self, wanted: Wanted) -> None:
+    def fork(self, request: Wanted) -> None:
         """Have a child forked."""
-        self._forks.ask(wanted)
-        self._timer.due_by(wanted.due)
-        launch = wanted.launch
-        self._order(wanted.parent, Fork(launch.name, tuple(launch.arguments), str(launch.log)))
+        self._pending_forks.add(request)
+        self._timer.set_no_later_than(request.deadline)
+        process_spec = request.process_spec
+        self._send_order(request.parent, Fork(process_spec.name, tuple(process_spec.arguments), str(process_spec.log)))
 
     def parents(self) -> list[str]:
         """Return every process that has been asked and has not answered."""
-        return self._forks.parents()
+        return self._pending_forks.parents()
 
-    def awaits(self, parent: str) -> bool:
+    def is_awaited(self, parent: str) -> bool:
         """Whether a process has not answered all that it was asked, wanted or not: it may have forked that."""
-        return self._forks.awaits(parent)
+        return self._pending_forks.is_awaited(parent)
 
     def cancel(self, name: str) -> bool:
         """A child is wanted no more; return whether it was being forked."""
-        return self._forks.cancel(name)
+        return self._pending_forks.cancel(name)
 
-    def answered(self, parent: str, forked: Forked) -> None:
+    def on_fork_reply(self, parent: str, forked: Forked) -> None:
         """A process says what has come of it.
 
         Raises:
             RemoteProtocolError: nobody has asked it.
         """
         try:
-            wanted = self._forks.answered(forked.name, parent)
+            request = self._pending_forks.complete(forked.name, parent)
         except LookupError:
             raise RemoteProtocolError(f"forked: expected one that was asked for, got {forked.name}") from None
         try:
             if not forked.pid:
                 raise OSError(0, forked.error)
-            log = Path(os.devnull) if wanted is None else wanted.launch.log
+            log = Path(os.devnull) if request is None else request.process_spec.log
             process = self._launcher.adopt(forked.name, forked.pid, log)
         except OSError as error:
-            if wanted is not None:
-                wanted.instead(wanted.launch, str(error.strerror or error))
+            if request is not None:
+                request.on_failure(request.process_spec, str(error.strerror or error))
         else:
-            if wanted is None:
-                self._surplus(forked.name, process)
+            if request is None:
+                self._on_unwanted(forked.name, process)
             else:
-                self._born(wanted.launch, parent, process)
+                self._on_child_forked(request.process_spec, parent, process)
 
-    def lost(self, parent: str) -> None:
+    def on_parent_exit(self, parent: str) -> None:
         """A process has ended."""
-        for wanted in self._forks.lost(parent):
-            wanted.instead(wanted.launch, f"{parent} was lost before it had forked it")
+        for wanted in self._pending_forks.drop_parent(parent):
+            wanted.on_failure(wanted.process_spec, f"{parent} was lost before it had forked it")
 
-    def look(self, now: float) -> None:
+    def check_overdue(self, now: float) -> None:
         """End whoever has not answered in time: that end is told, and what it was asked for with it."""
-        late = self._forks.overdue(now)
+        late = self._pending_forks.overdue_parents(now)
         for parent in late:
             _log.warning("%s has not forked in time what it was asked for: it is ended", parent)
-            self._hung(parent)
-        self._timer.set(now + _AGAIN_S if late else self._forks.next_event)
+            self._on_timeout(parent)
+        self._timer.set(now + _RECHECK_INTERVAL_S if late else self._pending_forks.next_deadline)

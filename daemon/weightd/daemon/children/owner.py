@@ -49,7 +49,7 @@ class Snapshot:
     sample: str = ""
     identity: str = ""
     slices: tuple[SliceSnapshot, ...] = ()
-    tables: tuple[str, ...] = ()
+    rank_tables: tuple[str, ...] = ()
 
 
 def digest_of(slices: Sequence[SliceSnapshot]) -> str:

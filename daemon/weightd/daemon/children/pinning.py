@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from weightd.daemon.children import helpers, meter, snapshotter
 from weightd.daemon.children.files import SnapshotFiles
-from weightd.daemon.children.helpers import Answer
+from weightd.daemon.children.helpers import OneshotResult
 from weightd.daemon.children.meter import Copied
 from weightd.daemon.children.owner import Owner, SliceSnapshot, Snapshot, digest_of
 from weightd.daemon.children.probing import Probing
 from weightd.daemon.children.running import Running
-from weightd.daemon.children.snapshotter import Single, Taken, Wanted, changed
+from weightd.daemon.children.snapshotter import Single, Taken, Wanted, changed_message
 from weightd.daemon.config import canary
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import RANK_PLACEHOLDER
@@ -22,7 +22,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.host import audit, clock
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.ends import End
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 from weightd.shared.reach import OPERATOR
 from weightd.shared.transient import is_transient
 
@@ -30,7 +30,7 @@ from weightd.shared.transient import is_transient
 _REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"
 
 
-def directory_name(model: str, number: int) -> str:
+def snapshot_directory_name(model: str, number: int) -> str:
     """Return the name of the directory for the snapshot of a model's source of this number."""
     return f"{model}.v{number}.snapshot"
 
@@ -42,9 +42,9 @@ class _Order(NamedTuple):
     config: ModelConfig
     source: Source
     files: SnapshotFiles
-    expected: str
+    expected_sha256: str
 
-    def note(self, result: str, detail: str = "", sha256: str = "") -> None:
+    def write_audit(self, result: str, detail: str = "", sha256: str = "") -> None:
         """Write to the audit log whether the files could be read. A client's update that fails has an entry anyway."""
         source = self.source
         uid = source.weights_grant.uid if source.weights and source.grant.uid is None else source.grant.uid
@@ -66,113 +66,113 @@ class Pinning:
     """
 
     def __init__(
-        self, directory: Path, running: Running, probing: Probing, later: Callable[[Callable[[float], None]], None]
+        self, directory: Path, process_table: Running, device_probe: Probing, defer: Callable[[Callable[[float], None]], None]
     ) -> None:
         self._directory = directory
-        self._running = running
-        self._probing = probing
-        self._later = later
+        self._process_table = process_table
+        self._device_probe = device_probe
+        self._defer = defer
         # What was taken last of each file, by its path.
-        self._taken: dict[str, Taken] = {}
+        self._last_results: dict[str, Taken] = {}
 
-    def pin(self, owner: Owner, model: str, config: ModelConfig, source: Source, expected: str = "") -> None:
+    def take_snapshot(self, event_handler: Owner, model: str, config: ModelConfig, source: Source, expected_sha256: str = "") -> None:
         """Start the process that takes the snapshot; `expected`: the sha256 that it has to have, "" for any."""
-        if expected and source.weights:
+        if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
-            self._later(functools.partial(owner.on_snapshot_failed, source, text))
+            self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))
             return
         files = self._files(model, source)
-        wanted = [
-            Wanted(path, str(directory), self._taken.get(path), expected if config.ranks is None else "", source.grant)
-            for path, directory in _models(config, source, files)
+        requests = [
+            Wanted(path, str(directory), self._last_results.get(path), expected_sha256 if config.ranks is None else "", source.grant)
+            for path, directory in _models_to_copy(config, source, files)
         ]
-        more = [
+        extra_files = [
             Single(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
-            for path, copy in _files(config, source, files)
+            for path, copy in _extra_files_to_copy(config, source, files)
         ]
-        tell = functools.partial(self._on_answer, owner, _Order(model, config, source, files, expected))
+        on_result = functools.partial(self._on_result, event_handler, _Order(model, config, source, files, expected_sha256))
         try:
             files.create()
-            given = snapshotter.Order(wanted, str(files.meter), more).json()
-            helpers.ask(self._running, files.directory.name, snapshotter.command(), files.log, tell, order=given)
+            stdin_data = snapshotter.Order(requests, str(files.copy_progress), extra_files).json()
+            helpers.run(self._process_table, files.directory.name, snapshotter.command(), files.log, on_result, stdin_data=stdin_data)
         except (ClaimError, OSError) as error:
-            cause = explained(f"cannot take a snapshot: {error}")
-            self._later(functools.partial(owner.on_snapshot_failed, source, cause, is_transient=is_transient(error)))
+            cause = with_limit_hint(f"cannot take a snapshot: {error}")
+            self._defer(functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error)))
 
-    def copied(self, model: str, source: Source) -> Copied | None:
+    def copy_progress(self, model: str, source: Source) -> Copied | None:
         """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
-        return meter.read(self._files(model, source).meter)
+        return meter.read(self._files(model, source).copy_progress)
 
-    def unpin(self, model: str, source: Source) -> None:
+    def remove_snapshot(self, model: str, source: Source) -> None:
         """Remove the snapshot, or stop taking it."""
         files = self._files(model, source)
         name = files.directory.name
-        for path in [path for path, there in self._taken.items() if files.directory in Path(there.path).parents]:
-            del self._taken[path]
-        for each in list(self._running.processes):
+        for path in [path for path, there in self._last_results.items() if files.directory in Path(there.path).parents]:
+            del self._last_results[path]
+        for each in list(self._process_table.processes):
             if each == name or each.startswith(f"{name}."):
-                self._running.kill(each)
-        if name not in self._running.processes:
+                self._process_table.kill(each)
+        if name not in self._process_table.processes:
             files.remove()
 
     def _files(self, model: str, source: Source) -> SnapshotFiles:
-        return SnapshotFiles(self._directory / directory_name(model, source.number))
+        return SnapshotFiles(self._directory / snapshot_directory_name(model, source.number))
 
-    def _on_answer(self, owner: Owner, order: _Order, answer: Answer, end: End) -> None:
-        _, config, source, files, expected = order
-        models = _models(config, source, files)
+    def _on_result(self, event_handler: Owner, order: _Order, reply: OneshotResult, exit_cause: End) -> None:
+        _, config, source, files, expected_sha256 = order
+        models = _models_to_copy(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]
-            taken = [Taken(copy, *each) for copy, each in zip(copies, answer.get("taken", ()), strict=True)]
+            results = [Taken(copy, *each) for copy, each in zip(copies, reply.get("taken", ()), strict=True)]
         except (TypeError, ValueError):
-            taken = []
-        if end.status != 0 or not taken:
+            results = []
+        if exit_cause.status != 0 or not results:
             files.remove()
-            cause = explained(answer["error"]) if answer.get("error") else end.words or f"the snapshot {end.how}"
-            if answer.get("changed") is True:
+            cause = with_limit_hint(reply["error"]) if reply.get("error") else exit_cause.words or f"the snapshot {exit_cause.description}"
+            if reply.get("changed") is True:
                 cause = f"{cause}; {_REMEDY}"
-            transient = answer.get("transient") is True or end.is_transient
-            order.note(audit.FAILED, cause)
-            owner.on_snapshot_failed(source, cause, clock.now(), is_transient=transient)
+            transient = reply.get("transient") is True or exit_cause.is_transient
+            order.write_audit(audit.FAILED, cause)
+            event_handler.on_snapshot_failed(source, cause, clock.now(), is_transient=transient)
             return
-        self._taken.update((path, each) for (path, _), each in zip(models, taken, strict=True) if each.origin)
-        snapshot = _snapshot(config, source, files, taken)
-        if expected and snapshot.sha256 != expected:
+        self._last_results.update((path, each) for (path, _), each in zip(models, results, strict=True) if each.source_identity)
+        snapshot = _build_snapshot(config, source, files, results)
+        if expected_sha256 and snapshot.sha256 != expected_sha256:
             files.remove()
-            cause = f"{changed(source.path, expected, snapshot.sha256)}; {_REMEDY}"
-            order.note(audit.FAILED, cause)
-            owner.on_snapshot_failed(source, cause, clock.now())
+            cause = f"{changed_message(source.path, expected_sha256, snapshot.sha256)}; {_REMEDY}"
+            order.write_audit(audit.FAILED, cause)
+            event_handler.on_snapshot_failed(source, cause, clock.now())
             return
-        order.note(audit.OK, sha256=snapshot.sha256)
-        self._probing.ask(config.python, config.devices, files.log, lambda: owner.on_snapshot_taken(source, snapshot, clock.now()))
+        order.write_audit(audit.OK, sha256=snapshot.sha256)
+        self._device_probe.probe(config.python, config.devices, files.log, lambda: event_handler.on_snapshot_taken(source, snapshot, clock.now()))
 
 
-def _models(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+def _models_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
     if config.ranks is None:
         return [(source.path, files.model_dir)]
     return [(source.path.replace(RANK_PLACEHOLDER, str(rank)), files.slice_dir(rank)) for rank in range(config.ranks.size)]
 
 
-def _files(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
+def _extra_files_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return further files, and their copies."""
     ranks = config.ranks
     pairs = [(source.weights, files.weights), (canary.inputs_path(config.canary), files.sample)]
     if ranks is not None:
         pairs += [(ranks.group_info_path(rank), files.group_info(rank)) for rank in range(ranks.size)]
-        pairs += [(ranks.rank_table_path(group), files.table(group)) for group in range(len(ranks.groups))]
+        pairs += [(ranks.rank_table_path(group), files.rank_table(group)) for group in range(len(ranks.groups))]
     return [(path, copy) for path, copy in pairs if path]
 
 
-def _snapshot(config: ModelConfig, source: Source, files: SnapshotFiles, taken: Sequence[Taken]) -> Snapshot:
-    there = {copy for _, copy in _files(config, source, files)}
-    weights, sample = (str(copy) if copy in there else "" for copy in (files.weights, files.sample))
-    path, sha256, nbytes, identity, _ = taken[0]
+def _build_snapshot(config: ModelConfig, source: Source, files: SnapshotFiles, results: Sequence[Taken]) -> Snapshot:
+    copies = {copy for _, copy in _extra_files_to_copy(config, source, files)}
+    weights, sample = (str(copy) if copy in copies else "" for copy in (files.weights, files.sample))
+    path, sha256, nbytes, identity, _ = results[0]
     ranks = config.ranks
     if ranks is None:
         return Snapshot(path, weights, sha256, nbytes, sample, identity)
     infos = [str(files.group_info(rank)) if ranks.group_info_file else "" for rank in range(ranks.size)]
-    slices = tuple(SliceSnapshot(*each[:4], group_info=info) for each, info in zip(taken, infos, strict=True))
-    tables = tuple(str(files.table(group)) for group in range(len(ranks.groups)) if files.table(group) in there)
-    nbytes = sum(each.nbytes for each in taken)
-    return Snapshot(path, weights, digest_of(slices), nbytes, sample, identity, slices, tables)
+    slices = tuple(SliceSnapshot(*each[:4], group_info=info) for each, info in zip(results, infos, strict=True))
+    rank_tables = tuple(str(files.rank_table(group)) for group in range(len(ranks.groups)) if files.rank_table(group) in copies)
+    nbytes = sum(each.nbytes for each in results)
+    return Snapshot(path, weights, digest_of(slices), nbytes, sample, identity, slices, rank_tables)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weightd.daemon.children import helpers
-from weightd.daemon.children.helpers import Answer
+from weightd.daemon.children.helpers import OneshotResult
 from weightd.daemon.children.running import Running
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.memory import MIB
@@ -30,7 +30,7 @@ class Card(Protocol):
 
     name: str
     capacity: int | None
-    said: int | None
+    reported_bytes: int | None
 
 
 class Probing:
@@ -41,13 +41,13 @@ class Probing:
         devices: by name.
     """
 
-    def __init__(self, running: Running, devices: Mapping[str, Card]) -> None:
-        self._running = running
+    def __init__(self, process_table: Running, devices: Mapping[str, Card]) -> None:
+        self._process_table = process_table
         self._devices = devices
         # If in vain.
-        self._asked: set[str] = set()
+        self._failed_devices: set[str] = set()
 
-    def ask(self, python: str, names: Iterable[str], log: Path, then: Callable[[], None]) -> None:
+    def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
         """Ask each of the cards of which nothing is known, one after another; then call `then`.
 
         Args:
@@ -57,30 +57,30 @@ class Probing:
             then: is called at once where there is nobody to ask.
         """
         names = list(names)
-        card = next((self._devices[each] for each in names if self._is_unknown(each)), None)
-        if card is None:
-            then()
+        device = next((self._devices[each] for each in names if self._is_unprobed(each)), None)
+        if device is None:
+            on_done()
             return
-        self._asked.add(card.name)
-        go_on = functools.partial(self.ask, python, names, log, then)
-        argv = [python, "-m", "weightd.worker.probe", "--device", card.name, "--parent", str(os.getpid())]
+        self._failed_devices.add(device.name)
+        probe_next = functools.partial(self.probe, python, names, log, on_done)
+        argv = [python, "-m", "weightd.worker.probe", "--device", device.name, "--parent", str(os.getpid())]
         try:
             # Its place is beside the snapshot for which it is asked.
-            name = f"{log.parent.name}.{card.name}"
-            helpers.ask(self._running, name, argv, log, functools.partial(self._on_answer, card, go_on))
+            name = f"{log.parent.name}.{device.name}"
+            helpers.run(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
         except OSError as error:
-            _log.warning("%s: cannot be asked for its memory: %s", card.name, error.strerror)
-            go_on()
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, error.strerror)
+            probe_next()
 
-    def _is_unknown(self, name: str) -> bool:
-        return not is_cpu(name) and self._devices[name].capacity is None and name not in self._asked
+    def _is_unprobed(self, name: str) -> bool:
+        return not is_cpu(name) and self._devices[name].capacity is None and name not in self._failed_devices
 
-    def _on_answer(self, card: Card, go_on: Callable[[], None], answer: Answer, end: End) -> None:
-        free = answer.get("free_bytes")
+    def _on_result(self, device: Card, probe_next: Callable[[], None], result: OneshotResult, exit_cause: End) -> None:
+        free = result.get("free_bytes")
         if isinstance(free, int):
-            card.capacity = card.said = free
-            _log.info("%s: %d MiB are free", card.name, free // MIB)
+            device.capacity = device.reported_bytes = free
+            _log.info("%s: %d MiB are free", device.name, free // MIB)
         else:
-            why = answer.get("error") or end.words or end.how
-            _log.warning("%s: cannot be asked for its memory: %s", card.name, why)
-        go_on()
+            why = result.get("error") or exit_cause.words or exit_cause.description
+            _log.warning("%s: cannot be asked for its memory: %s", device.name, why)
+        probe_next()

@@ -24,7 +24,7 @@ class Running:
     def __init__(self, loop: Loop) -> None:
         self.processes: dict[str, Process] = {}
         self._loop = loop
-        self._coroner = Coroner(_oom_kills)
+        self._exit_classifier = Coroner(_count_oom_kills)
 
     def add(self, name: str, process: Process, on_exit: Callable[[], object]) -> None:
         """Watch a child: `on_exit` is called once it has exited, and has to `reap` it."""
@@ -35,17 +35,17 @@ class Running:
         """Wait for a child that has exited; return how it has ended."""
         process = self.processes.pop(name)
         self._loop.remove(process.pidfd)
-        return self._coroner.end(name, processes.reap(process), processes.last_words(process))
+        return self._exit_classifier.classify(name, processes.reap(process), processes.log_tail(process))
 
-    def lives(self, name: str) -> bool:
+    def is_alive(self, name: str) -> bool:
         """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
-        return name in self.processes and processes.lives(self.processes[name])
+        return name in self.processes and processes.is_alive(self.processes[name])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         """Kill a child; its exit is told as any other, and that of one that was ending already as what it was."""
         if name in self.processes:
-            if self.lives(name):
-                self._coroner.signalled(name)
+            if self.is_alive(name):
+                self._exit_classifier.record_signal(name)
             processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
 
     def kill_all(self) -> None:
@@ -54,6 +54,6 @@ class Running:
             processes.kill(process)
 
 
-def _oom_kills() -> int:
+def _count_oom_kills() -> int:
     limit = cgroup.memory()
     return limit.oom_kills or 0 if limit is not None else 0

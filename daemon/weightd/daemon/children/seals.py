@@ -22,27 +22,27 @@ class Seal:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._was = self._is()
+        self._initial = self._current()
 
     @property
     def value(self) -> tuple[int, int]:
         """What it was: the size, and the time of the last change in ns."""
-        return self._was
+        return self._initial
 
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Return whether nobody has written to the file or truncated it."""
-        return self._is() == self._was
+        return self._current() == self._initial
 
     def close(self) -> None:
         """Give the descriptor back."""
         os.close(self._descriptor)
 
-    def _is(self) -> tuple[int, int]:
+    def _current(self) -> tuple[int, int]:
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
 
-def seal(path: Path) -> Seal | None:
+def fingerprint_of(path: Path) -> Seal | None:
     """Return the seal of the file at `path`, or None if there is none."""
     with contextlib.suppress(OSError):
         return Seal(path)
@@ -53,26 +53,26 @@ class Seals:
     """The seals of page stores, by the labels of their generations."""
 
     def __init__(self) -> None:
-        self._all: dict[str, Seal] = {}
+        self._fingerprints: dict[str, Seal] = {}
 
     def add(self, label: str, store: Path) -> None:
         """Remember what the page store is now, if there is one, and if nothing is remembered of it."""
-        sealed = seal(store) if label not in self._all else None
-        if sealed is not None:
-            self._all[label] = sealed
+        fingerprint = fingerprint_of(store) if label not in self._fingerprints else None
+        if fingerprint is not None:
+            self._fingerprints[label] = fingerprint
 
-    def intact(self, generation: Life) -> bool:
+    def is_intact(self, generation: Life) -> bool:
         """Return whether the page store, if there is one, is still what it was then."""
-        sealed = self._all.get(generation.label)
-        return sealed is None or sealed.intact()
+        fingerprint = self._fingerprints.get(generation.label)
+        return fingerprint is None or fingerprint.is_intact()
 
     def find(self, label: str) -> SealRecord | None:
         """Return what the page store was, if there is one."""
-        sealed = self._all.get(label)
-        return SealRecord(*sealed.value) if sealed is not None else None
+        fingerprint = self._fingerprints.get(label)
+        return SealRecord(*fingerprint.value) if fingerprint is not None else None
 
-    def forget(self, label: str) -> None:
+    def remove(self, label: str) -> None:
         """The page store goes."""
-        sealed = self._all.pop(label, None)
-        if sealed is not None:
-            sealed.close()
+        fingerprint = self._fingerprints.pop(label, None)
+        if fingerprint is not None:
+            fingerprint.close()

@@ -76,7 +76,7 @@ class Taken(NamedTuple):
     sha256: str
     nbytes: int
     identity: str
-    origin: str
+    source_identity: str
 
 
 class Wanted(NamedTuple):
@@ -92,8 +92,8 @@ class Wanted(NamedTuple):
 
     model: str
     directory: str
-    known: Sequence[Any] | None = None
-    expected: str = ""
+    previous: Sequence[Any] | None = None
+    expected_sha256: str = ""
     grant: Sequence[Any] = OPERATOR
 
 
@@ -120,8 +120,8 @@ class Order(NamedTuple):
         files: further files.
     """
 
-    wanted: Sequence[Wanted]
-    meter: str
+    requests: Sequence[Wanted]
+    progress_path: str
     files: Sequence[Single] = ()
 
     def json(self) -> bytes:
@@ -131,17 +131,17 @@ class Order(NamedTuple):
     @classmethod
     def from_json(cls, content: bytes) -> Order:
         """Return the order."""
-        wanted, meter, files = json.loads(content)
-        return cls([Wanted(*each) for each in wanted], meter, [Single(*each) for each in files])
+        requests, progress_path, files = json.loads(content)
+        return cls([Wanted(*each) for each in requests], progress_path, [Single(*each) for each in files])
 
 
 class ModelChanged(ModelFileError):
     """The file is known not to be the model that is expected."""
 
 
-def changed(path: object, expected: str, sha256: str) -> str:
+def changed_message(path: object, expected_sha256: str, sha256: str) -> str:
     """Say that a file is not what it was."""
-    return f"{path}: the file has changed since it was loaded: expected sha256 {expected:.12}, got {sha256:.12}"
+    return f"{path}: the file has changed since it was loaded: expected sha256 {expected_sha256:.12}, got {sha256:.12}"
 
 
 def command() -> list[str]:
@@ -152,12 +152,12 @@ def command() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
 
 
-def take(
+def take_snapshot(
     model: Path,
     directory: Path,
-    known: Taken | None = None,
-    meter: Meter | None = None,
-    expected: str = "",
+    previous: Taken | None = None,
+    progress: Meter | None = None,
+    expected_sha256: str = "",
     grant: Grant = OPERATOR,
 ) -> Taken:
     """Copy the model's files into `directory`, read-only. Each is read once.
@@ -171,18 +171,18 @@ def take(
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
-    meter = meter or Meter()
+    progress = progress or Meter()
     with Model(model, grant=grant) as original:
-        origin = identity(original.files) if _is_settled(original) else ""
+        source_identity = identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
-        is_known = known is not None and origin and origin == known.origin
-        if known is not None and is_known and expected and known.sha256 != expected:
-            raise ModelChanged(changed(model, expected, known.sha256))
-        if known is not None and is_known and _linked(known, copy):
+        is_same_source = previous is not None and source_identity and source_identity == previous.source_identity
+        if previous is not None and is_same_source and expected_sha256 and previous.sha256 != expected_sha256:
+            raise ModelChanged(changed_message(model, expected_sha256, previous.sha256))
+        if previous is not None and is_same_source and _link_files(previous, copy):
             original.check_unchanged()
-            return known._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
-        meter.begins(sum(file.nbytes for file in original.files))
-        digests = [_copy(original.open(file), directory / file.name, meter) for file in original.files]
+            return previous._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
+        progress.start_model(sum(file.nbytes for file in original.files))
+        digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
         copies = model_files(copy, own=True)
@@ -190,7 +190,7 @@ def take(
         if copy.suffix == ".mindir":
             check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
-        return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), origin)
+        return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), source_identity)
 
 
 def _is_settled(model: Model) -> bool:
@@ -199,10 +199,10 @@ def _is_settled(model: Model) -> bool:
     One to a mapping shows where it is the first to a page since that was written to the disk: so all are.
     """
     newest = max(file.changed_ns for file in model.files)
-    return time.time_ns() - newest > _SETTLED_NS and all(_written_out(model.open(file)) for file in model.files)
+    return time.time_ns() - newest > _SETTLED_NS and all(_sync_to_disk(model.open(file)) for file in model.files)
 
 
-def _written_out(file: BinaryIO) -> bool:
+def _sync_to_disk(file: BinaryIO) -> bool:
     """Write a file to its disk, and close it; False if it has none, or that fails."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     with file:
@@ -214,39 +214,39 @@ def _written_out(file: BinaryIO) -> bool:
     return not failed and ctypes.c_long.from_buffer(status).value not in _MEMORY_FILE_SYSTEMS
 
 
-def _linked(known: Taken, copy: Path) -> bool:
+def _link_files(previous: Taken, copy: Path) -> bool:
     """Give the files of a snapshot that is there already these names, too; False if it is not what it was."""
-    made: list[Path] = []
+    linked: list[Path] = []
     try:
-        there = model_files(Path(known.path), own=True)
-        if identity(there) != known.identity:
+        existing = model_files(Path(previous.path), own=True)
+        if identity(existing) != previous.identity:
             return False
-        for file in there:
+        for file in existing:
             target = copy.parent / file.name
             target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
             target.hardlink_to(file.path)
-            made.append(target)
+            linked.append(target)
     except (ModelFileError, OSError):
         # It is being removed, or this file system has no such links.
-        for each in made:
+        for each in linked:
             each.unlink()
         return False
     return True
 
 
-def _copy(source: BinaryIO, target: Path, meter: Meter) -> str:
+def _copy_file(source: BinaryIO, target: Path, progress: Meter) -> str:
     """Copy what was opened, and close it; return the sha256 of the copy.
 
     The copy shares the original's blocks where the file system can do that.
     """
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with source, FileIO(source.fileno(), closefd=False) as reader, FileIO(target, "x+") as writer:
-        sha256 = _sha256(writer, meter) if _cloned(reader, writer) else _piped(reader, writer, meter)
+        sha256 = _hash_file(writer, progress) if _clone_file(reader, writer) else _copy_and_hash(reader, writer, progress)
         os.fchmod(writer.fileno(), 0o400)
         return sha256
 
 
-def _cloned(reader: FileIO, writer: FileIO) -> bool:
+def _clone_file(reader: FileIO, writer: FileIO) -> bool:
     try:
         fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
     except OSError:
@@ -254,16 +254,16 @@ def _cloned(reader: FileIO, writer: FileIO) -> bool:
     return True
 
 
-def _sha256(file: FileIO, meter: Meter) -> str:
+def _hash_file(file: FileIO, progress: Meter) -> str:
     state = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK_BYTES))
     while count := file.readinto(block):
         state.update(block[:count])
-        meter.add(count)
+        progress.add_bytes(count)
     return state.hexdigest()
 
 
-def _piped(reader: FileIO, writer: FileIO, meter: Meter) -> str:
+def _copy_and_hash(reader: FileIO, writer: FileIO, progress: Meter) -> str:
     """Read and write here, and hash in a thread what has been read."""
     state = hashlib.sha256()
     empty: SimpleQueue[memoryview] = SimpleQueue()
@@ -285,33 +285,33 @@ def _piped(reader: FileIO, writer: FileIO, meter: Meter) -> str:
             written = 0
             while written < count:
                 written += writer.write(block[written:count])
-            meter.add(count)
+            progress.add_bytes(count)
     finally:
         full.put((memoryview(b""), 0))
         thread.join()
     return state.hexdigest()
 
 
-def answer(wanted: Sequence[Wanted], files: Sequence[Single] = (), meter: Meter | None = None) -> dict[str, Any]:
+def run_requests(requests: Sequence[Wanted], files: Sequence[Single] = (), progress: Meter | None = None) -> dict[str, Any]:
     """Take the snapshots, and copy the files; return what is answered."""
-    meter = meter or Meter()
-    taken: list[Taken] = []
+    progress = progress or Meter()
+    results: list[Taken] = []
     try:
-        for model, directory, known, expected, grant in wanted:
+        for model, directory, known, expected, grant in requests:
             before = None if known is None else Taken(*known)
-            taken.append(take(Path(model), Path(directory), before, meter, expected, _grant(grant)))
+            results.append(take_snapshot(Path(model), Path(directory), before, progress, expected, _grant(grant)))
         for path, copy, grant in files:
-            _copy(open_file(Path(path), _grant(grant)), Path(copy), Meter())
+            _copy_file(open_file(Path(path), _grant(grant)), Path(copy), Meter())
     except ModelChanged as error:
         return {"error": str(error), "transient": False, "changed": True}
     except ModelFileError as error:
         return {"error": str(error), "transient": error.transient}
     except OSError as error:
-        model, directory, *_ = wanted[min(len(taken), len(wanted) - 1)]
+        model, directory, *_ = requests[min(len(results), len(requests) - 1)]
         what = error.filename if str(error.filename) in [each.path for each in files] else model
         text = f"cannot copy {what} to {directory}: {error.strerror}"
         return {"error": text, "transient": is_transient(error)}
-    return {"taken": [each[1:] for each in taken]}
+    return {"taken": [each[1:] for each in results]}
 
 
 def _grant(fields: Sequence[Any]) -> Grant:
@@ -326,6 +326,6 @@ def main() -> None:
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
     order = Order.from_json(sys.stdin.buffer.read())
-    answered = answer(order.wanted, order.files, Meter(Path(order.meter), len(order.wanted)))
-    print(json.dumps(answered))
-    sys.exit(int("error" in answered))
+    reply = run_requests(order.requests, order.files, Meter(Path(order.progress_path), len(order.requests)))
+    print(json.dumps(reply))
+    sys.exit(int("error" in reply))

@@ -9,7 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.credentials import credentials, groups
+from weightd.daemon.host.credentials import peer_credentials, peer_groups
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
@@ -42,9 +42,9 @@ class Identity(NamedTuple):
 
 def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket."""
-    pid, uid, gid = credentials(connection)
+    pid, uid, gid = peer_credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
-    proof = Proof(uid, (gid, *groups(connection)), operates=is_operator(uid))
+    proof = Proof(uid, (gid, *peer_groups(connection)), operates=is_operator(uid))
     return Identity(_client_origin(user_account(uid), pid, connection), is_near=True, proof=proof)
 
 

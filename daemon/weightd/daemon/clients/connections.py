@@ -22,8 +22,8 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.closing import MAX_WAITING, Closing, brings_descriptors
-from weightd.daemon.host.logs import warn_of_shortage
+from weightd.daemon.host.closing import MAX_PENDING, Closing, has_descriptors
+from weightd.daemon.host.logs import log_resource_error
 from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -63,7 +63,7 @@ _LISTEN_BACKLOG = 128
 # A read takes at most so many bytes, unless a large frame is under way.
 _READ_CHUNK_BYTES = 64 * 1024
 
-_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_WAITING} descriptors that this user has sent are not closed yet: its connections end"
+_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors that this user has sent are not closed yet: its connections end"
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -113,9 +113,9 @@ class Connections:
         log: ClientLog | None = None,
     ) -> None:
         self.log = log or ClientLog()
-        self.fd_closer = Closing(warn_of_shortage)
+        self.fd_closer = Closing(log_resource_error)
         # With another `Closing`: a close of a connection can always be interrupted.
-        self._unread_connections = Departed(loop, Closing(warn_of_shortage).close_socket)
+        self._unread_connections = Departed(loop, Closing(log_resource_error).close_socket)
         self.dropped_messages = 0
         self._loop = loop
         self._memory_budget = memory_budget
@@ -148,7 +148,7 @@ class Connections:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
         identity = unix_identity(connection)
         limit_account = self._callbacks.limit_account_of(identity)
-        reason = None if identity.proof.operates else self._admission.refusal(limit_account, clock.now())
+        reason = None if identity.proof.operates else self._admission.refusal_reason(limit_account, clock.now())
         if reason is None:
             self.adopt(connection, identity)
             return True
@@ -168,12 +168,12 @@ class Connections:
         incoming = Incoming(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), most=_MAX_MESSAGES_PER_TURN)
         stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
         client = self._by_key[key] = Connection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
-        if identity.is_near and self._admission.enters(client.owner) > _MAX_DEFAULT_BUFFERS:
+        if identity.is_near and self._admission.add_connection(client.owner) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
         excess = self._callbacks.assign_tenant(client)
         self._loop.add(stream.fileno(), functools.partial(self._on_readable, client))
         for each in self._connection_limiter.add_connection(client, len(self._by_key)):
-            self.disconnect(each.guest, each.why)
+            self.disconnect(each.connection, each.reason)
         if excess is not None and not client.leaving:
             self._callbacks.on_disconnecting(client, excess)
             self.disconnect(client, str(excess))
@@ -200,7 +200,7 @@ class Connections:
         """Have those closed that a client has sent, and nobody wants."""
         while connection.stream.descriptors:
             self.fd_closer.close(connection.owner, connection.stream.descriptors.popleft())
-        if self.fd_closer.is_behind(connection.owner):
+        if self.fd_closer.is_backlogged(connection.owner):
             self.disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Connections:
         self._uncork()
         deadline = clock.now() + _LINGER_TIMEOUT_S
         while any(each.unread for each in self) and clock.now() < deadline:
-            self._loop.wait(deadline - clock.now())
+            self._loop.run_once(deadline - clock.now())
         for each in self:
             self._loop.remove(each.stream.fileno())
             self._close_socket(each)
@@ -239,7 +239,7 @@ class Connections:
             return
         while stream.descriptors:
             self.fd_closer.close(limit_account, stream.descriptors.popleft())
-        self._unread_connections.shut_down(limit_account, stream.connection, functools.partial(self._admission.leaves, limit_account))
+        self._unread_connections.shut_down(limit_account, stream.connection, functools.partial(self._admission.remove_connection, limit_account))
 
     # --- from a client --------------------------------------------------------------------------------------------
 
@@ -248,12 +248,12 @@ class Connections:
         if self._read_queue.is_contended(connection):
             if not connection.waits:
                 connection.waits = True
-                self._loop.pause(connection.stream.fileno())
+                self._loop.pause_reading(connection.stream.fileno())
                 self._read_queue.put(connection)
-            self._loop.soon(self._serve_queue)
+            self._loop.call_soon(self._serve_queue)
         elif not self._handle_messages(connection):
             self._backlogged[connection] = None
-            self._loop.soon(self._serve_backlogged)
+            self._loop.call_soon(self._serve_backlogged)
 
     def _serve_backlogged(self) -> None:
         """Go on with those who have sent more at once than was handled, after all others had their turn."""
@@ -272,12 +272,12 @@ class Connections:
         if connection.waits:
             if is_done:
                 connection.waits = False
-                self._loop.resume(connection.stream.fileno())
+                self._loop.resume_reading(connection.stream.fileno())
             else:
                 self._read_queue.put(connection)
         self._read_queue.on_served(tenant, clock.now() - started_at)
         if self._read_queue:
-            self._loop.soon(self._serve_queue)
+            self._loop.call_soon(self._serve_queue)
 
     def _handle_messages(self, connection: Connection, deadline: float = math.inf) -> bool:
         """Handle what was read, or read once, so that others have their turn; return whether that is all for now."""
@@ -302,8 +302,8 @@ class Connections:
         # Of a large frame so much is read at once that it cannot be looked at before.
         if (
             connection.identity.is_near
-            and self.fd_closer.is_behind(connection.owner)
-            and (incoming.missing > _READ_CHUNK_BYTES or brings_descriptors(stream.connection, _READ_CHUNK_BYTES))
+            and self.fd_closer.is_backlogged(connection.owner)
+            and (incoming.missing > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
             self._reject_and_disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
             return deque()
@@ -389,7 +389,7 @@ class Connections:
         """Keep small messages back until the end of this turn, so that each client gets its own with one call."""
         if self._corked is None:
             self._corked = set()
-            self._loop.soon(self._uncork)
+            self._loop.call_soon(self._uncork)
 
     def _uncork(self) -> None:
         corked, self._corked = self._corked or (), None

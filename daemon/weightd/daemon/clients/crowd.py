@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from weightd.daemon.clients.connection import Connection
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.crowding import REOPEN, Crowd, Excess, for_clients
+from weightd.daemon.host.crowding import REOPEN_FRACTION, Crowd, Excess, max_client_descriptors
 
 _log = logging.getLogger("weightd.frontend")
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("weightd.frontend")
 def max_total_regions() -> int:
     """Return how many regions of memory all clients together may have: half of the descriptors that no client is."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (limit - for_clients()) // 2
+    return (limit - max_client_descriptors()) // 2
 
 
 class Doorkeeper:
@@ -37,12 +37,12 @@ class Doorkeeper:
     def add_connection(self, connection: Connection, connection_count: int) -> Sequence[Excess[Connection]]:
         """Somebody has come, and so many are there, with those that leave: return who has to go."""
         self._limiter.add(connection, connection.owner, connection.tenant_name)
-        limit = for_clients()
+        limit = max_client_descriptors()
         if connection_count > limit and not self._is_full:
             self._is_full = True
             text = "expected at most %d connections of clients (LimitNOFILE), got %d: some of them are hung up"
             self._log.log(_log, logging.ERROR, "", text, limit, connection_count)
-        return self._limiter.reduce(limit, "LimitNOFILE")
+        return self._limiter.evict_excess(limit, "LimitNOFILE")
 
     def replace_connections(self, connections: Iterable[Connection]) -> None:
         """Their accounts are others: all that stay, the oldest first."""
@@ -56,6 +56,6 @@ class Doorkeeper:
 
     def on_disconnected(self, connection_count: int) -> None:
         """Somebody has gone, and so many are there still."""
-        if self._is_full and connection_count < REOPEN * for_clients():
+        if self._is_full and connection_count < REOPEN_FRACTION * max_client_descriptors():
             self._is_full = False
             self._log.log(_log, logging.WARNING, "", "%d clients are connected: others are let in again", connection_count)

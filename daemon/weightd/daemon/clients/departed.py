@@ -56,7 +56,7 @@ class Departed:
             connection.shutdown(socket.SHUT_RDWR)
         self._connections.append((limit_account, connection, on_closed))
         self._count_by_account[limit_account] += 1
-        self._timer.due_by(clock.now() + _POLL_INTERVAL_S)
+        self._timer.set_no_later_than(clock.now() + _POLL_INTERVAL_S)
 
     def close(self) -> None:
         """Close all connections, whatever was read."""

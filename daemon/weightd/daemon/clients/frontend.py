@@ -87,24 +87,24 @@ class Daemon(Protocol):
     """What a client may ask of the daemon as a whole."""
 
     @property
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether no new request is taken."""
         ...
 
-    def ask_status(self, asker: Waiter, viewer: Viewer) -> None:
+    def report_status(self, requester: Waiter, viewer: Viewer) -> None:
         """Tell a client how everything stands, when that is known.
 
         Raises:
             RequestError: the client will not be told.
         """
 
-    def ask_metrics(self, asker: Waiter, viewer: Viewer) -> None:
+    def report_metrics(self, requester: Waiter, viewer: Viewer) -> None:
         """Tell a client what was counted; raises as `ask_status`."""
 
-    def ask_events(self, asker: Waiter, question: Events) -> None:
+    def report_events(self, requester: Waiter, request: Events) -> None:
         """Tell a client what has happened; raises as `ask_status`."""
 
-    def ask_logs(self, client: bytes, question: Logs) -> None:
+    def report_logs(self, client: bytes, request: Logs) -> None:
         """Tell the client what the processes of a model have said, when that has been read.
 
         Raises:
@@ -114,7 +114,7 @@ class Daemon(Protocol):
     def unmap(self, numbers: Sequence[int]) -> None:
         """Take regions away from the workers that were given them: no client names them any more."""
 
-    def ask_reload(self, client: bytes, request_id: str) -> None:
+    def reload(self, client: bytes, request_id: str) -> None:
         """Read the configuration again, and tell the client how that has ended.
 
         Raises:
@@ -160,7 +160,7 @@ class Frontend:
         self._request_numbers = itertools.count(time.time_ns() // 1000)
         self._decoder = Decoder(FROM_CLIENT, items_for=self._max_description_items)
         self.memory_budget = Room(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
-        self.regions = Registry(max_shm_bytes, self._user_of, functools.partial(loop.soon, self._unmap_closed))
+        self.regions = Registry(max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed))
         self._heap_trimmer = Upkeep(self.memory_budget)
         callbacks = Calls(
             self._free_memory, self._authorizer.limit_account_of, self._authorizer.assign_tenant, self._on_message, self._on_disconnecting, self._on_disconnected
@@ -372,7 +372,7 @@ class Frontend:
             tenant.quota.speaks(tenant.config, now)
         check_infer(tenant)
         model = self._find_model(description.model_name, tenant)
-        if self._daemon.stopping:
+        if self._daemon.is_stopping:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
@@ -448,29 +448,29 @@ class Frontend:
         else:
             models = list(self._visible_models(viewer).values())
         reasons = (
-            ["weightd is stopping"] if self._daemon.stopping else [why for each in models if (why := each.unready_reason(now))]
+            ["weightd is stopping"] if self._daemon.is_stopping else [why for each in models if (why := each.unready_reason(now))]
         )
         self._send(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def _on_status(self, connection: Connection, message: Status, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_status(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
+        self._daemon.report_status(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
     def _on_metrics(self, connection: Connection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        self._daemon.ask_metrics(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
+        self._daemon.report_metrics(_metadata_request(connection, message), self._charge_viewer(connection, message.tenant, now))
 
     def _on_events(self, connection: Connection, message: Events, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_status(connection, "events")
-        self._daemon.ask_events(Waiter(connection.key, message.id, connection.user), message)
+        self._daemon.report_events(Waiter(connection.key, message.id, connection.user), message)
 
     def _on_logs(self, connection: Connection, message: Logs, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_operator(connection, "read logs")
         self._find_model(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
-        self._daemon.ask_logs(connection.key, message)
+        self._daemon.report_logs(connection.key, message)
 
     def _on_reload(self, connection: Connection, message: Reload, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_reload(connection)
         with self._audit_operation(connection, message):
-            self._daemon.ask_reload(connection.key, message.id)
+            self._daemon.reload(connection.key, message.id)
 
     def _on_update(self, connection: Connection, message: Update, frames: Sequence[Any], now: float) -> None:
         self._authorizer.check_operator(connection, "update a model")
@@ -480,7 +480,7 @@ class Frontend:
             if path and (not Path(path).is_absolute() or "\0" in path):
                 raise InvalidArgument(f"expected an absolute path on the daemon's host, got {path!r}")
         model = self._find_model(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
-        if self._daemon.stopping:
+        if self._daemon.is_stopping:
             raise Unavailable("weightd is stopping")
         grant = self._authorizer.file_grant(connection)
         paths = {"path": message.path, "weights": message.weights}

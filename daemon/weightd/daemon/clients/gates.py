@@ -20,11 +20,11 @@ from weightd.daemon.host import clock, spawning
 from weightd.daemon.host.accepting import refuse_descriptors
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.clientlog import ClientLog
-from weightd.daemon.host.ends import explain
-from weightd.daemon.host.listening import addresses
+from weightd.daemon.host.ends import describe_status
+from weightd.daemon.host.listening import listen_addresses
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.membership import Members
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 from weightd.daemon.host.timers import Timer
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -141,7 +141,7 @@ class Gates:
         self._listeners = [
             _Post(Gate(name, address), listener, _proxy_config(name, address, limits, lock))
             for (name, (listener, lock)), address in zip(
-                listeners.items(), addresses([each.fileno() for each, _ in listeners.values()]), strict=True
+                listeners.items(), listen_addresses([each.fileno() for each, _ in listeners.values()]), strict=True
             )
         ]
         self._restart_timer = Timer(self._start_due_proxies)
@@ -214,7 +214,7 @@ class Gates:
             else:
                 self._flush_if_unsent(is_all, zygote.stream)
                 self._fork_deadlines[number] = now + _FORK_TIMEOUT_S
-                self._fork_timer.due_by(self._fork_deadlines[number])
+                self._fork_timer.set_no_later_than(self._fork_deadlines[number])
 
     def _flush_if_unsent(self, is_sent: bool, stream: Stream) -> None:
         """Send what is left for a gate or the zygote as soon as it reads."""
@@ -283,7 +283,7 @@ class Gates:
         try:
             self._attach_zygote(_launch_zygote())
         except OSError as error:
-            _log.error("no gate: %s", explained(f"the zygote cannot be started: {error.strerror}"))
+            _log.error("no gate: %s", with_limit_hint(f"the zygote cannot be started: {error.strerror}"))
             self._zygote_timer.set(now + _MAX_BACKOFF_S)
 
     def _on_zygote_readable(self, zygote: Zygote) -> None:
@@ -308,7 +308,7 @@ class Gates:
                 _log.info("listener %s: %s, gate %d", gate.name, gate.address, news.pid)
                 continue
             del self._proxy_by_number[news.number]
-            how = explain(news.status) if news.pid else explained(f"cannot be started: {os.strerror(news.status)}")
+            how = describe_status(news.status) if news.pid else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
             _log.warning("listener %s: gate %d %s: the connections of its clients end", gate.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
@@ -342,7 +342,7 @@ def _proxy_config(name: str, address: str, proxy_limits: Bounds, auth: Lock) -> 
         max_frame_bytes=min(max_memory_bytes, limits.MAX_FRAME_BYTES),
         max_memory_bytes=max_memory_bytes,
         max_connections=auth.max_connections,
-        max_user_connections=user_limits.most,
+        max_user_connections=user_limits.max_connections,
         max_user_connection_rate=user_limits.rate,
         secret=auth.secret,
         keys=auth.keys,

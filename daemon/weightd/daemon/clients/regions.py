@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from weightd.daemon.clients.crowd import max_total_regions
 from weightd.daemon.host.closing import Closing
-from weightd.daemon.host.logs import warn_of_shortage
+from weightd.daemon.host.logs import log_resource_error
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.tenants.accounts import QuotaExceeded
 from weightd.protocol import limits
@@ -41,7 +41,7 @@ class Registry:
 
     def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
         self.closed_regions: list[tuple[int, str, int]] = []
-        self._fd_closer = Closing(warn_of_shortage)
+        self._fd_closer = Closing(log_resource_error)
         self._max_bytes = max_bytes
         self._user_of = user_of
         self._on_closed = on_closed

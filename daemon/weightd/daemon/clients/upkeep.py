@@ -35,5 +35,5 @@ class Upkeep:
         if self._memory_budget.used_bytes >= LARGE_BYTES:
             self.timer.set(now + TRIM_DELAY_S)
         else:
-            memory.trim()
+            memory.trim_heap()
             self.timer.set(_NEVER)

@@ -14,8 +14,8 @@ from weightd.daemon.config.load import Config
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
-from weightd.daemon.host.ends import explain
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.ends import describe_status
+from weightd.daemon.host.shortage import with_limit_hint
 from weightd.protocol.version import VERSION
 from weightd.shared.modelfile import Model, ModelFileError
 
@@ -153,11 +153,11 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
             check=False,
         )
     except OSError as error:
-        return explained(f"cannot be run: {error.strerror}")
+        return with_limit_hint(f"cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
     if result.returncode != 0:
-        return (result.stderr.strip().splitlines() or [explain(result.returncode)])[-1]
+        return (result.stderr.strip().splitlines() or [describe_status(result.returncode)])[-1]
     # An engine may greet on stdout when it is imported: ours is the last word.
     version = (result.stdout.split() or ["unknown"])[-1]
     return "" if version == VERSION else f"it has weightd {version}, the daemon is {VERSION}"

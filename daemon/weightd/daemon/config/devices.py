@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from weightd.daemon.engines import ascend
 from weightd.daemon.engines.ranktable import is_address
-from weightd.daemon.host.cores import allowed
+from weightd.daemon.host.cores import allowed_cores
 from weightd.protocol import limits
 from weightd.protocol.schema import FieldError, integer, label, shown, text
 from weightd.shared import cores, tables
@@ -73,7 +73,7 @@ def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
             yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
     if not device.cores:
         yield FieldError(f'expected cores such as "0-3,8", got {shown(device.cpus)}').at(".cpus")
-    missing = device.cores - allowed()
+    missing = device.cores - allowed_cores()
     if missing:
-        expected = f"expected cores of those that weightd may use, {cores.listed(allowed())}"
+        expected = f"expected cores of those that weightd may use, {cores.listed(allowed_cores())}"
         yield FieldError(f"{expected}, got {cores.listed(missing)}").at(".cpus")

@@ -13,17 +13,17 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
-from weightd.daemon.children.launchers.keeper.link import wait_until_gone
+from weightd.daemon.children.launchers.keeper.link import wait_until_exited
 from weightd.daemon.config.daemon import DaemonConfig
-from weightd.daemon.host.directories import ClaimError, make_directory, refuse_exchange
-from weightd.daemon.host.listening import claimed
+from weightd.daemon.host.directories import ClaimError, make_directory, check_not_replaceable
+from weightd.daemon.host.listening import reserve_socket_path
 
 # What a keeper takes to end every process; the kernel has their memory to give back.
-_PATIENCE_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
-def claim(config: DaemonConfig, *, kept: bool = False) -> Generator[None, None, None]:
+def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Generator[None, None, None]:
     """Have the daemon's paths to itself within the block, and leave none of them behind.
 
     Args:
@@ -37,22 +37,22 @@ def claim(config: DaemonConfig, *, kept: bool = False) -> Generator[None, None, 
     lock = _lock_path(config)
     make_directory(lock.parent.resolve(), mode=0o755)
     with (
-        _locked(lock),
-        contextlib.nullcontext() if kept else _private(config.private_dir),
-        claimed(config.children_socket),
-        claimed(config.channel_socket),
+        _hold_lock_file(lock),
+        contextlib.nullcontext() if keep_private_dir else _private_directory(config.private_dir),
+        reserve_socket_path(config.children_socket),
+        reserve_socket_path(config.channel_socket),
     ):
         yield
 
 
-def check_usable(config: DaemonConfig) -> None:
+def check_directories(config: DaemonConfig) -> None:
     """Find out, before anything is claimed, whether its directories could be had.
 
     Raises:
         ClaimError: one could not.
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
-    _make_cache(Path(config.cache_dir))
+    _make_cache_dir(Path(config.cache_dir))
     private = config.private_dir
     is_new = not os.path.lexists(private)
     make_directory(private, mode=0o700)
@@ -61,11 +61,11 @@ def check_usable(config: DaemonConfig) -> None:
             private.rmdir()
 
 
-def _make_cache(path: Path) -> None:
+def _make_cache_dir(path: Path) -> None:
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
         # It may be a link, to where there is room.
-        refuse_exchange(path, path.stat())
+        check_not_replaceable(path, path.stat())
     except OSError as error:
         raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
 
@@ -77,7 +77,7 @@ def _lock_path(config: DaemonConfig) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Generator[None, None, None]:
+def _hold_lock_file(path: Path) -> Generator[None, None, None]:
     """Hold the lock file; its content is the pid of who holds it."""
     while True:
         try:
@@ -109,29 +109,29 @@ def _locked(path: Path) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def _private(path: Path) -> Generator[None, None, None]:
+def _private_directory(path: Path) -> Generator[None, None, None]:
     """Have an empty directory that nobody else can read."""
-    make_private(path)
+    make_private_directory(path)
     try:
         yield
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def make_private(path: Path) -> None:
+def make_private_directory(path: Path) -> None:
     """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
 
     Raises:
         ClaimError: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
     """
-    _make_cache(path.parent)
+    _make_cache_dir(path.parent)
     try:
-        gone = wait_until_gone(path, _PATIENCE_S)
+        have_exited = wait_until_exited(path, _EXIT_TIMEOUT_S)
     except OSError as error:
         raise ClaimError(f"cannot make the directory {path}: {error.strerror}") from None
-    if not gone:
+    if not have_exited:
         raise ClaimError(
-            f"{path}: the processes of an earlier weightd have not ended within {_PATIENCE_S:g} s; kill them, as by "
+            f"{path}: the processes of an earlier weightd have not ended within {_EXIT_TIMEOUT_S:g} s; kill them, as by "
             "systemctl kill --signal=KILL weightd"
         )
     shutil.rmtree(path, ignore_errors=True)

@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 
 from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
-from weightd.daemon.continuity.claim import check_usable
+from weightd.daemon.continuity.claim import check_directories
 from weightd.daemon.continuity.reading import Read
 from weightd.daemon.continuity.service import CLIENTS, CONFIG, Manager
 from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.listening import addresses
+from weightd.daemon.host.listening import listen_addresses
 
 _log = logging.getLogger("weightd")
 
@@ -39,11 +39,11 @@ class ConfigFile:
         self.path = path
         self.note = ""
         self._manager = manager
-        self.listening = addresses(manager.inherited.get(CLIENTS, []))
+        self.listen_addresses = listen_addresses(manager.inherited.get(CLIENTS, []))
         self._descriptors = manager.inherited.get(CONFIG, [])
         self._text = ""
 
-    def begin(self) -> Config:
+    def load_initial(self) -> Config:
         """Return the configuration to start with: the file's, or what was in force before if that cannot be.
 
         Raises:
@@ -53,10 +53,10 @@ class ConfigFile:
         try:
             config = self.read()
             if self._descriptors:
-                check_usable(config.daemon)
+                check_directories(config.daemon)
             return config
         except (ConfigError, ClaimError) as error:
-            before = self._before()
+            before = self._load_previous()
             if before is None:
                 raise
             self.note = f"{error}\nwhat was in force before is served"
@@ -72,38 +72,38 @@ class ConfigFile:
             ConfigError: it is wrong.
         """
         text = read_text(self.path)
-        config = load_text(text, self.path, self.listening)
+        config = load_text(text, self.path, self.listen_addresses)
         self._text = text
         return config
 
-    def take(self, found: Read) -> Config:
+    def accept(self, result: Read) -> Config:
         """Return what was read of the file.
 
         Raises:
             ConfigError: it is wrong.
         """
-        if found.config is None:
-            raise ConfigError(*found.problems)
-        self._text = found.text
-        return found.config
+        if result.config is None:
+            raise ConfigError(*result.problems)
+        self._text = result.text
+        return result.config
 
-    def in_force(self) -> None:
+    def mark_in_force(self) -> None:
         """What was read last is what is served: the next daemon may fall back on it."""
         content = self._text.encode()
         try:
             if not self._descriptors:
                 self._descriptors = [os.memfd_create("weightd-config", os.MFD_CLOEXEC)]
-                self._manager.keep(CONFIG, self._descriptors[0])
+                self._manager.store_descriptor(CONFIG, self._descriptors[0])
             os.pwrite(self._descriptors[0], content, 0)
             os.ftruncate(self._descriptors[0], len(content))
         except OSError as error:
             _log.warning("the configuration is not held for the next daemon: %s", error.strerror)
 
-    def _before(self) -> Config | None:
+    def _load_previous(self) -> Config | None:
         for descriptor in self._descriptors[:1]:
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
             try:
-                config = load_text(text, self.path, self.listening)
+                config = load_text(text, self.path, self.listen_addresses)
             except ConfigError:  # of a version of weightd that knew other keys
                 return None
             self._text = text

@@ -78,19 +78,19 @@ def read(path: Path) -> Handover:
 
 def _check_protocol(values: Any) -> None:
     """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
-    said = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
-    if said.get("protocol") != PROTOCOL:
-        theirs, ours = f"weightd {said.get('version')} speaks protocol {said.get('protocol')}", f"{VERSION} {PROTOCOL}"
+    fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+    if fields.get("protocol") != PROTOCOL:
+        theirs, ours = f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}", f"{VERSION} {PROTOCOL}"
         raise HandoverError(f"{theirs} with its workers, {ours}")
 
 
 def _check_sources(model: ModelRecord, path: str) -> None:
-    known = {each.number for each in model.sources}
+    known_numbers = {each.number for each in model.sources}
     for what, number in [
         ("source", model.source),
         *(("generations.source", each.source) for each in model.generations),
     ]:
-        if number not in known:
+        if number not in known_numbers:
             raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
     if len(model.made) != 2:
         raise FieldError(f"expected two numbers, got {len(model.made)}").at(f"{path}.made")

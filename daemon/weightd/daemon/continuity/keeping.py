@@ -14,17 +14,17 @@ from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost
 from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.continuity import handover
-from weightd.daemon.continuity.claim import make_private
+from weightd.daemon.continuity.claim import make_private_directory
 from weightd.daemon.continuity.handover import Handover, HandoverError
-from weightd.daemon.continuity.service import KEEPER, Manager
+from weightd.daemon.continuity.service import SHIM, Manager
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.processes import Process
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 
 _log = logging.getLogger("weightd")
 
 # What the kernel takes to end the children of a keeper that is killed.
-_PATIENCE_S = 30.0
+_EXIT_TIMEOUT_S = 30.0
 
 
 class Keeping:
@@ -44,100 +44,100 @@ class Keeping:
     def __init__(self, manager: Manager, config: DaemonConfig) -> None:
         self._manager = manager
         self._directory = config.private_dir
-        self._others = [config.children_socket, config.channel_socket]
-        self.inheritance: Handover | None = None
-        descriptors = manager.inherited.get(KEEPER, [])
+        self._extra_paths = [config.children_socket, config.channel_socket]
+        self.inherited_state: Handover | None = None
+        descriptors = manager.inherited.get(SHIM, [])
         for descriptor in descriptors[1:]:
             os.close(descriptor)
-        keeper = self._inherit(descriptors[0]) if descriptors else None
-        if keeper is None:
-            make_private(self._directory)
-            keeper = self._start()
-        self._keeper = keeper
+        shim = self._inherit_shim(descriptors[0]) if descriptors else None
+        if shim is None:
+            make_private_directory(self._directory)
+            shim = self._start_shim()
+        self._shim = shim
         self._is_lost = False
 
     @property
     def pid(self) -> int:
         """The keeper's."""
-        return self._keeper.pid
+        return self._shim.pid
 
     @property
-    def handover(self) -> Path:
+    def handover_path(self) -> Path:
         """Where the next daemon looks for what this one leaves."""
         return self._directory / "handover"
 
     @property
-    def entries(self) -> Collection[str]:
+    def own_entries(self) -> Collection[str]:
         """What of the private directory is its own."""
-        return {self.handover.name, link.LOG}
+        return {self.handover_path.name, link.LOG_NAME}
 
-    def start(self, launch: Launch) -> Process:  # noqa: D102
+    def start(self, process_spec: Launch) -> Process:  # noqa: D102
         if self._is_lost:
-            self._replace()
+            self._replace_shim()
         try:
-            return self._keeper.start(self._child(launch))
+            return self._shim.start(self._with_parent(process_spec))
         except KeeperLost as error:
             # Its children have died with it, which their pidfds tell: only the next ones need another parent.
             _log.error("%s: starting another one", error)
             self._is_lost = True
-            self._keeper.kill()
-            self._replace()
-        return self._keeper.start(self._child(launch))
+            self._shim.kill()
+            self._replace_shim()
+        return self._shim.start(self._with_parent(process_spec))
 
     def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
-        return self._keeper.adopt(name, pid, log)
+        return self._shim.adopt(name, pid, log)
 
-    def kept(self) -> list[Kept]:  # noqa: D102
-        return self._keeper.kept()
+    def surviving_processes(self) -> list[Kept]:  # noqa: D102
+        return self._shim.surviving_processes()
 
-    def end_strays(self) -> None:  # noqa: D102
-        self._keeper.end_strays()
+    def kill_orphans(self) -> None:  # noqa: D102
+        self._shim.kill_orphans()
 
-    def end_strays_of(self, parent: int, known: Collection[int]) -> None:  # noqa: D102
-        self._keeper.end_strays_of(parent)
+    def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:  # noqa: D102
+        self._shim.kill_orphans_of(parent)
 
-    def watch(self, kept: Kept) -> Process:  # noqa: D102
-        return self._keeper.watch(kept)
+    def watch(self, survivor: Kept) -> Process:  # noqa: D102
+        return self._shim.watch(survivor)
 
     def close(self) -> None:
         """Leave it alone: it ends everything now if the service manager does not hold on to it."""
         if not self._is_lost:
-            self._keeper.close()
+            self._shim.close()
 
-    def _child(self, launch: Launch) -> Launch:
-        return launch.of(self.pid)
+    def _with_parent(self, process_spec: Launch) -> Launch:
+        return process_spec.with_parent(self.pid)
 
-    def _inherit(self, descriptor: int) -> Keeper | None:
+    def _inherit_shim(self, descriptor: int) -> Keeper | None:
         try:
-            keeper = Keeper(descriptor)
+            shim = Keeper(descriptor)
         except KeeperLost as error:
             _log.warning("every model is loaded anew: %s", error)
             # If it was only slow, that ends it.
-            self._manager.drop(KEEPER)
+            self._manager.remove_descriptor(SHIM)
             return None
         try:
-            self.inheritance = handover.read(self.handover)
+            self.inherited_state = handover.read(self.handover_path)
         except HandoverError as error:
             _log.warning("every model is loaded anew: %s", error)
-            self._manager.drop(KEEPER)
+            self._manager.remove_descriptor(SHIM)
             # At its end it removes what is its own, the socket too; in another directory than ours no lock tells when.
             _log.info("waiting for the processes of the daemon before this one to end")
-            keeper.end(_PATIENCE_S)
+            shim.stop(_EXIT_TIMEOUT_S)
             return None
-        return keeper
+        return shim
 
-    def _start(self) -> Keeper:
+    def _start_shim(self) -> Keeper:
         try:
-            keeper = link.start(self._directory, *self._others)
+            shim = link.start_shim(self._directory, *self._extra_paths)
         except OSError as error:
-            raise ClaimError(explained(f"cannot start the keeper of the processes: {error}")) from None
-        self._manager.keep(KEEPER, keeper.descriptor)
-        return keeper
+            raise ClaimError(with_limit_hint(f"cannot start the keeper of the processes: {error}")) from None
+        self._manager.store_descriptor(SHIM, shim.descriptor)
+        return shim
 
-    def _replace(self) -> None:
-        if not link.wait_until_gone(self._directory, _PATIENCE_S):
+    def _replace_shim(self) -> None:
+        if not link.wait_until_exited(self._directory, _EXIT_TIMEOUT_S):
             raise KeeperLost("the keeper is lost, and its children do not end")
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._keeper.pid, 0)
-        self._keeper = self._start()
+            os.waitpid(self._shim.pid, 0)
+        self._shim = self._start_shim()
         self._is_lost = False

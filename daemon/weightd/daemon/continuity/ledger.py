@@ -25,12 +25,12 @@ _log = logging.getLogger("weightd.counters")
 INTERVAL_S = 10.0
 
 # At once, before the loop has its turn: a millisecond or two.
-_MOST_AT_ONCE = 128
+_MAX_RECORDS_PER_STEP = 128
 
 # Accounts: one more than there are tenants operates, and one more than there are models is what is no model's. Beside
 # them each model, the daemon, and how long models took to load, some of which are gone.
-_MOST_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
-_MOST_BYTES = 2048 * _MOST_LINES
+_MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
+_MAX_BYTES = 2048 * _MAX_LINES
 
 
 class LedgerError(Exception):
@@ -49,19 +49,19 @@ class Figures(Protocol):
 class Book(Protocol):
     """Things of one kind of which something is counted."""
 
-    def figures(self) -> Iterator[Any]:
+    def records(self) -> Iterator[Any]:
         """Yield what is to be written down, a record of each thing. What is counted meanwhile may be in it, or not."""
         ...
 
-    def restore(self, written: Sequence[Any]) -> object:
+    def restore(self, records: Sequence[Any]) -> object:
         """Go on from the records that were written down."""
 
 
 class Entry(NamedTuple):
     """A book, and of which type its records are."""
 
-    book: Book
-    record: type[Any]
+    source: Book
+    record_type: type[Any]
 
 
 class Ledger:
@@ -76,85 +76,85 @@ class Ledger:
         timer: call it when it is due.
     """
 
-    def __init__(self, path: Path, books: Mapping[str, Entry], soon: Callable[[Callable[[], object]], object]) -> None:
+    def __init__(self, path: Path, entries: Mapping[str, Entry], call_soon: Callable[[Callable[[], object]], object]) -> None:
         self.path = path
         self.timer = Timer(self._on_timer)
-        self._books = books
-        self._soon = soon
+        self._entries = entries
+        self._call_soon = call_soon
         self._is_open = False
-        self._complained = False
-        self._written = ""
+        self._has_logged_error = False
+        self._last_content = ""
         self._lines: list[str] = []
-        self._left: Iterator[tuple[str, Any]] = iter(())
+        self._remaining: Iterator[tuple[str, Any]] = iter(())
 
     def open(self, now: float) -> None:
         """Go on with what is there, and write from now on."""
         self._is_open = True
         self.timer.set(now + INTERVAL_S)
         try:
-            written = read(self.path, {word: each.record for word, each in self._books.items()})
+            records = read(self.path, {word: each.record_type for word, each in self._entries.items()})
         except FileNotFoundError:
             return
         except (OSError, LedgerError) as error:
             _log.warning("all counters begin anew: %s: %s", self.path, getattr(error, "strerror", error))
             return
-        for word, each in self._books.items():
-            each.book.restore(written[word])
+        for word, each in self._entries.items():
+            each.source.restore(records[word])
 
     def close(self) -> None:
         """Write for the last time."""
         if self._is_open:
-            self._begin()
-            while not self._go_on():
+            self._begin_write()
+            while not self._write_step():
                 pass
 
     def _on_timer(self, now: float) -> None:
         self.timer.set(now + INTERVAL_S)
-        self._begin()
-        self._soon(self._step)
+        self._begin_write()
+        self._call_soon(self._continue_write)
 
-    def _begin(self) -> None:
+    def _begin_write(self) -> None:
         self._lines = []
-        self._left = ((word, figures) for word, each in self._books.items() for figures in each.book.figures())
+        self._remaining = ((word, figures) for word, each in self._entries.items() for figures in each.source.records())
 
-    def _step(self) -> None:
-        if not self._go_on():
-            self._soon(self._step)
+    def _continue_write(self) -> None:
+        if not self._write_step():
+            self._call_soon(self._continue_write)
 
-    def _go_on(self) -> bool:
+    def _write_step(self) -> bool:
         """Return whether all is written."""
-        for number, (word, figures) in enumerate(self._left, 1):
+        for number, (word, figures) in enumerate(self._remaining, 1):
             self._lines.append(json.dumps({word: plain(figures)}))
-            if number == _MOST_AT_ONCE:
+            if number == _MAX_RECORDS_PER_STEP:
                 return False
         lines, self._lines = self._lines, []
         content = "".join(f"{line}\n" for line in [*lines, json.dumps({"lines": len(lines)})])
         # A disk that sleeps may sleep on.
-        if content != self._written:
-            self._write(content)
+        if content != self._last_content:
+            self._replace_file(content)
         return True
 
-    def _write(self, content: str) -> None:
-        new = self.path.with_name(f"{self.path.name}.new")
+    def _replace_file(self, content: str) -> None:
+        new_path = self.path.with_name(f"{self.path.name}.new")
         try:
             # Somebody may have removed all of the cache.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # What an earlier daemon has left there may be anything.
             with contextlib.suppress(FileNotFoundError):
-                new.unlink()
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                new_path.unlink()
+            with os.fdopen(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(content)
-            new.replace(self.path)
+            new_path.replace(self.path)
         except OSError as error:
-            if not self._complained:
+            if not self._has_logged_error:
                 _log.warning("the counters are not written: %s: %s", self.path, error.strerror)
-            self._complained = True
+            self._has_logged_error = True
         else:
-            self._complained = False
-            self._written = content
+            self._has_logged_error = False
+            self._last_content = content
 
 
-def read(path: Path, records: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
+def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
     """Return the records that were written at `path`, by the word that begins their lines.
 
     Raises:
@@ -164,34 +164,34 @@ def read(path: Path, records: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise LedgerError(f"expected a file of at most {_MOST_BYTES} bytes")
-        lines = file.read(_MOST_BYTES).splitlines()
-    *values, last = [*map(_value, lines)] or [None]
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+            raise LedgerError(f"expected a file of at most {_MAX_BYTES} bytes")
+        lines = file.read(_MAX_BYTES).splitlines()
+    *values, last = [*map(_parse_json, lines)] or [None]
     if last != {"lines": len(values)}:
         raise LedgerError(f"expected a last line that tells of {len(values)} lines")
-    written: dict[str, dict[str, Any]] = {word: {} for word in records}
+    records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
-        word, figures = _figures(value, records)
+        word, figures = _parse_record(value, record_types)
         # Twice the same would be counted twice.
-        if figures.key in written[word]:
+        if figures.key in records[word]:
             raise LedgerError(f"expected each {word} once, got {figures.key!r} twice")
-        written[word][figures.key] = figures
-    return {word: [*each.values()] for word, each in written.items()}
+        records[word][figures.key] = figures
+    return {word: [*each.values()] for word, each in records.items()}
 
 
-def _figures(value: Any, records: Mapping[str, type[Any]]) -> tuple[str, Figures]:
-    given = cast("dict[str, Any]", value) if type(value) is dict else {}
-    word = next(iter(given), "")
-    if len(given) != 1 or word not in records:
-        raise LedgerError(f"expected a line with one of {', '.join(records)}, got {label(word)}")
+def _parse_record(value: Any, record_types: Mapping[str, type[Any]]) -> tuple[str, Figures]:
+    fields = cast("dict[str, Any]", value) if type(value) is dict else {}
+    kind = next(iter(fields), "")
+    if len(fields) != 1 or kind not in record_types:
+        raise LedgerError(f"expected a line with one of {', '.join(record_types)}, got {label(kind)}")
     try:
-        return word, decode(records[word], given[word])
+        return kind, decode(record_types[kind], fields[kind])
     except FieldError as error:
-        raise LedgerError(str(error.at(f".{word}"))) from None
+        raise LedgerError(str(error.at(f".{kind}"))) from None
 
 
-def _value(line: str) -> Any:
+def _parse_json(line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

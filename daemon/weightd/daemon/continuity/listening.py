@@ -11,7 +11,7 @@ from typing import NamedTuple
 from weightd.daemon.config import addresses as forms
 from weightd.daemon.config.load import Config
 from weightd.daemon.host.directories import ClaimError
-from weightd.daemon.host.listening import addresses, listening
+from weightd.daemon.host.listening import listen_addresses, listen_on
 
 _log = logging.getLogger("weightd")
 
@@ -26,14 +26,14 @@ class Listening(NamedTuple):
         metrics: for those who want metrics; None where there is to be none.
     """
 
-    unix: Sequence[socket.socket]
-    listeners: Mapping[str, socket.socket]
+    unix_listeners: Sequence[socket.socket]
+    zmq_listeners: Mapping[str, socket.socket]
     addresses: Sequence[str]
-    metrics: socket.socket | None = None
+    metrics_listener: socket.socket | None = None
 
 
 @contextlib.contextmanager
-def listen(config: Config, passed: Sequence[int], *, unix: bool = True) -> Generator[Listening, None, None]:
+def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> Generator[Listening, None, None]:
     """Listen within the block wherever the configuration says, and leave no path behind but those of others.
 
     Args:
@@ -45,35 +45,35 @@ def listen(config: Config, passed: Sequence[int], *, unix: bool = True) -> Gener
         ClaimError: a socket cannot be had.
     """
     with contextlib.ExitStack() as stack:
-        open_already = _adopted(passed, stack)
-        own = {address: each for address, each in open_already.items() if address.startswith("unix://")}
-        if unix and not own:
-            own = _unix(f"unix://{config.daemon.unix_socket}", stack, needed=not passed)
-        listeners = {
-            name: open_already.get(each.address) or stack.enter_context(listening(each.address))
+        passed_listeners = _adopt_passed(passed, stack)
+        unix_listeners = {address: each for address, each in passed_listeners.items() if address.startswith("unix://")}
+        if with_unix and not unix_listeners:
+            unix_listeners = _listen_unix(f"unix://{config.daemon.unix_socket}", stack, is_required=not passed)
+        zmq_listeners = {
+            name: passed_listeners.get(each.address) or stack.enter_context(listen_on(each.address))
             for name, each in config.listeners.items()
         }
         metrics = config.daemon.metrics
-        told = stack.enter_context(listening(forms.metrics_listen_address(metrics))) if metrics else None
-        where = [*own, *(each.address for each in config.listeners.values())]
-        yield Listening([*own.values()], listeners, where, told)
+        metrics_listener = stack.enter_context(listen_on(forms.metrics_listen_address(metrics))) if metrics else None
+        all_addresses = [*unix_listeners, *(each.address for each in config.listeners.values())]
+        yield Listening([*unix_listeners.values()], zmq_listeners, all_addresses, metrics_listener)
 
 
-def _adopted(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:
+def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[str, socket.socket]:
     found: dict[str, socket.socket] = {}
-    for address, descriptor in zip(addresses(passed), passed, strict=True):
+    for address, descriptor in zip(listen_addresses(passed), passed, strict=True):
         found[address] = stack.enter_context(socket.socket(fileno=descriptor))
         # Whoever else accepts from it, in this process or another one, may have been faster.
         found[address].setblocking(False)
     return found
 
 
-def _unix(address: str, stack: contextlib.ExitStack, *, needed: bool) -> dict[str, socket.socket]:
+def _listen_unix(address: str, stack: contextlib.ExitStack, *, is_required: bool) -> dict[str, socket.socket]:
     """Listen for clients of this host; where a service manager listens for others they can do without it."""
     try:
-        return {address: stack.enter_context(listening(address))}
+        return {address: stack.enter_context(listen_on(address))}
     except ClaimError as error:
-        if needed:
+        if is_required:
             raise
         _log.warning("clients of this host have to speak ZeroMQ, which is slower: %s; see weightd.socket", error)
         return {}

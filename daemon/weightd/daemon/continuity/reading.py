@@ -31,7 +31,7 @@ _PROGRAM = (
     "import weightd.daemon.continuity.reading as this; this.main()"
 )
 
-_NAME = "configuration"
+_PROCESS_NAME = "configuration"
 
 # More problems of one file nobody reads, and the loop has to pass them on.
 _MAX_PROBLEMS = 100
@@ -50,21 +50,21 @@ class Read(NamedTuple):
     text: str = ""
     config: Config | None = None
     problems: tuple[str, ...] = ()
-    of_models: Mapping[str, Sequence[str]] = {}
+    model_problems: Mapping[str, Sequence[str]] = {}
 
 
-def read_file(path: Path, listening: Sequence[str] = ()) -> Read:
+def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> Read:
     """Read and check a configuration file, and what it names."""
     try:
         text = read_text(path)
-        config = load_text(text, path, listening)
+        config = load_text(text, path, listen_addresses)
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
         told = error.problems[:_MAX_PROBLEMS]
         return Read(problems=(*told, f"{path}: {more} more problems") if more > 0 else told)
     members = {name for group in config.groups.values() for name in group.models}
-    found = find_problems(config.models, members, runs_interpreters=False)
-    return Read(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in found.items()})
+    model_problems = find_problems(config.models, members, runs_interpreters=False)
+    return Read(text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()})
 
 
 class ConfigReader:
@@ -74,47 +74,47 @@ class ConfigReader:
         running: watches the helper.
     """
 
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self._is_late = False
+    def __init__(self, process_table: Running) -> None:
+        self._process_table = process_table
+        self._has_timed_out = False
 
-    def start(self, path: Path, listening: Sequence[str], tell: Callable[[Read], object]) -> None:
+    def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[Read], object]) -> None:
         """Begin to read; `tell` is called with the result.
 
         Raises:
             OSError: no process can be started.
         """
-        self._is_late = False
+        self._has_timed_out = False
         python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
-        argv = [*python, str(os.getpid()), str(path), json.dumps(list(listening))]
+        argv = [*python, str(os.getpid()), str(path), json.dumps(list(listen_addresses))]
         # In memory: the directories of the daemon may be what is missing.
-        answer = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
-        log = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
+        result_fd = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
+        log_fd = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
         try:
-            process = processes.start(argv, Path(f"/proc/self/fd/{log}"), stdout=answer)
+            process = processes.start(argv, Path(f"/proc/self/fd/{log_fd}"), stdout=result_fd)
         except OSError:
-            os.close(answer)
-            os.close(log)
+            os.close(result_fd)
+            os.close(log_fd)
             raise
-        self._running.add(_NAME, process, functools.partial(self._on_exit, path, answer, log, tell))
+        self._process_table.add(_PROCESS_NAME, process, functools.partial(self._on_exit, path, result_fd, log_fd, on_result))
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """End a helper that takes too long; the result says so."""
-        self._is_late = True
-        self._running.kill(_NAME)
+        self._has_timed_out = True
+        self._process_table.kill(_PROCESS_NAME)
 
-    def _on_exit(self, path: Path, answer: int, log: int, tell: Callable[[Read], object]) -> None:
-        end = self._running.reap(_NAME)
-        content = os.pread(answer, os.fstat(answer).st_size, 0)
-        os.close(answer)
-        os.close(log)
-        if end.status == 0:
+    def _on_exit(self, path: Path, result_fd: int, log_fd: int, on_result: Callable[[Read], object]) -> None:
+        exit_cause = self._process_table.reap(_PROCESS_NAME)
+        content = os.pread(result_fd, os.fstat(result_fd).st_size, 0)
+        os.close(result_fd)
+        os.close(log_fd)
+        if exit_cause.status == 0:
             # Written by this program, for this process.
-            found: Read = pickle.loads(content)  # noqa: S301
+            result: Read = pickle.loads(content)  # noqa: S301
         else:
-            why = "reading and checking it took too long" if self._is_late else f"cannot be read: {end}"
-            found = Read(problems=(f"{path}: {why}",))
-        tell(found)
+            why = "reading and checking it took too long" if self._has_timed_out else f"cannot be read: {exit_cause}"
+            result = Read(problems=(f"{path}: {why}",))
+        on_result(result)
 
 
 def main() -> None:
@@ -122,6 +122,6 @@ def main() -> None:
     signals.reset(signal.SIGINT)
     die_with(int(sys.argv[1]))
     go_before_the_daemon("worker")
-    found = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
+    result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
     with os.fdopen(os.dup(1), "wb") as out:
-        pickle.dump(found, out)
+        pickle.dump(result, out)

@@ -17,7 +17,7 @@ _log = logging.getLogger("weightd")
 CLIENTS = "clients"
 """FileDescriptorName= of the sockets on which clients connect."""
 
-KEEPER = "keeper"
+SHIM = "keeper"
 CONFIG = "config"
 """Names of descriptors that are kept for the next daemon (FDSTORE=1): a link to the keeper, and what was configured."""
 
@@ -35,15 +35,15 @@ class Manager:
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self._address = environment.pop("NOTIFY_SOCKET", "")
-        self.watchdog = _watchdog(environment)
-        self.inherited = _by_name(servicemanager.inherited(environment))
+        self.watchdog_s = _parse_watchdog(environment)
+        self.inherited = _group_by_name(servicemanager.inherited(environment))
         # What could not be told yet.
         self._unsent: dict[str, str] = {}
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         """Whether somebody wants to be notified."""
         return bool(self._address)
 
@@ -62,24 +62,24 @@ class Manager:
                 self._send(message, [], 0.0)
                 self._unsent.clear()
 
-    def reloading(self) -> None:
+    def notify_reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
         self.notify(*servicemanager.reloading())
 
-    def keep(self, name: str, descriptor: int) -> None:
+    def store_descriptor(self, name: str, descriptor: int) -> None:
         """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
-        self.drop(name)
+        self.remove_descriptor(name)
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], PATIENCE_S)
             return
         _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
 
-    def drop(self, name: str) -> None:
+    def remove_descriptor(self, name: str) -> None:
         """Have it close what it holds under this name."""
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], PATIENCE_S)
 
-    def _send(self, message: str, descriptors: list[int], patience: float) -> None:
+    def _send(self, message: str, descriptors: list[int], timeout_s: float) -> None:
         """Send a message.
 
         Raises:
@@ -88,30 +88,30 @@ class Manager:
         if not self._address:
             return
         try:
-            servicemanager.send(self._address, message, descriptors, patience)
+            servicemanager.send(self._address, message, descriptors, timeout_s)
         except BlockingIOError:
             raise
         except OSError as error:
             _log.warning("the service manager cannot be told %s: %s", message.partition("\n")[0], error)
 
 
-def _watchdog(environment: Mapping[str, str]) -> float | None:
+def _parse_watchdog(environment: Mapping[str, str]) -> float | None:
     microseconds = environment.get("WATCHDOG_USEC", "")
     if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()) or not microseconds.isdecimal():
         return None
     return int(microseconds) / 1e6 or None
 
 
-def _by_name(descriptors: Sequence[tuple[int, str]]) -> Mapping[str, list[int]]:
+def _group_by_name(descriptors: Sequence[tuple[int, str]]) -> Mapping[str, list[int]]:
     inherited: dict[str, list[int]] = {}
     for descriptor, name in descriptors:
         # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
-        is_own = name in (KEEPER, CONFIG) and not _listens(descriptor)
+        is_own = name in (SHIM, CONFIG) and not _is_listening(descriptor)
         inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
 
 
-def _listens(descriptor: int) -> bool:
+def _is_listening(descriptor: int) -> bool:
     """Whether clients connect there: nothing that a daemon has had kept is such a socket, however a unit names it."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False

@@ -61,7 +61,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     except OSError as error:
         report = Report(exit_description=f"cannot be run: {error.strerror}")
     yield checks.check_interpreter(options.python, report)
-    yield checks.check_process_exits(platform.release(), exitwatch.unavailable())
+    yield checks.check_process_exits(platform.release(), exitwatch.unavailable_reason())
     if not checks.has_ascend(host, report):
         yield from checks.no_ascend_findings()
         if options.ranks is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightd.daemon.gate import zmtp
 from weightd.daemon.gate.link import PeerIdentity
-from weightd.daemon.host.credentials import credentials, groups
+from weightd.daemon.host.credentials import peer_credentials, peer_groups
 from weightd.protocol.framing import LARGE_BYTES, Outgoing
 from weightd.shared.stream import Stream
 
@@ -165,8 +165,8 @@ class Client:
         """
         key = self.protocol.mechanism.peer_key
         if self.connection.family == socket.AF_UNIX:
-            pid, uid, gid = credentials(self.connection)
-            return PeerIdentity(uid, pid, f"uid {uid}", (gid, *groups(self.connection)), key)
+            pid, uid, gid = peer_credentials(self.connection)
+            return PeerIdentity(uid, pid, f"uid {uid}", (gid, *peer_groups(self.connection)), key)
         return PeerIdentity(None, None, self.user, (), key)
 
     @property
@@ -290,7 +290,7 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
         OSError: it has gone.
     """
     if peers is None:
-        uid = credentials(connection).uid
+        uid = peer_credentials(connection).uid
         return f"uid {uid}", uid in _OPERATOR_UIDS
     peer = peers.of(connection)
     if not peer.is_known:
@@ -310,9 +310,9 @@ def tenant_of(connection: socket.socket, key: str, membership: Membership) -> st
         OSError: it has gone.
     """
     if connection.family != socket.AF_UNIX:
-        return membership.of(None, (), key)
-    _, uid, gid = credentials(connection)
-    return membership.of(uid, (gid, *groups(connection)), key)
+        return membership.tenant_of(None, (), key)
+    _, uid, gid = peer_credentials(connection)
+    return membership.tenant_of(uid, (gid, *peer_groups(connection)), key)
 
 
 def kernel_buffer_bytes(connection_count: int) -> int:

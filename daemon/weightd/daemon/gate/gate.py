@@ -22,7 +22,7 @@ from weightd.daemon.gate.turns import Turns
 from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.admission import Admission, Limits
-from weightd.daemon.host.crowding import EVERYONE, NO_TENANT, Crowd, for_clients
+from weightd.daemon.host.crowding import EVERYONE, NO_TENANT, Crowd, max_client_descriptors
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.membership import Members, Membership
 from weightd.daemon.host.timers import Timer
@@ -74,7 +74,7 @@ _NEVER = float("inf")
 
 def max_connections(configured_limit: int = 0) -> int:
     """Return how many clients may be connected under the process's present limit, and this bound if it is none of 0."""
-    descriptor_limit = max(1, for_clients() // _DESCRIPTORS_PER_CLIENT)
+    descriptor_limit = max(1, max_client_descriptors() // _DESCRIPTORS_PER_CLIENT)
     return min(descriptor_limit, configured_limit) if configured_limit else descriptor_limit
 
 
@@ -149,9 +149,9 @@ class Gate:
     def run(self) -> None:
         """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
         while self._stops_at == _NEVER:
-            self._loop.wait()
+            self._loop.run_once()
         while (self._peer_count or self._close_deadlines) and clock.now() < self._stops_at:
-            self._loop.wait(self._stops_at - clock.now())
+            self._loop.run_once(self._stops_at - clock.now())
 
     def close(self) -> None:
         """Close all connections."""
@@ -173,7 +173,7 @@ class Gate:
             except OSError:
                 return True  # it has gone
             now = clock.now()
-            refusal = None if is_operator else self._admission.refusal(name, now)
+            refusal = None if is_operator else self._admission.refusal_reason(name, now)
             if refusal is not None:
                 self._log_rate_limited(self._refusal_log, name, f"new connection of {name} refused: {refusal}")
                 return False
@@ -195,10 +195,10 @@ class Gate:
         self._users[client.user] = user
         user.clients.add(client)
         user.handshakes[client] = self._handshakes[client] = None
-        self._admission.enters(client.user)
+        self._admission.add_connection(client.user)
         self._connection_limiter.add(client, client.user, self._account_of(client))
         self._loop.add(client.near.descriptor, functools.partial(self._on_readable, client.near))
-        self._handshake_timer.due_by(now + HANDSHAKE_TIMEOUT_S)
+        self._handshake_timer.set_no_later_than(now + HANDSHAKE_TIMEOUT_S)
         if len(user.handshakes) > MAX_USER_HANDSHAKES:
             self._disconnect(next(iter(user.handshakes)), f"its user has more than {MAX_USER_HANDSHAKES} handshakes under way")
         self._evict_excess()
@@ -207,8 +207,8 @@ class Gate:
         """Hang up the connections that are too many."""
         limit = max_connections(self._config.max_connections)
         limit_name = "max_connections" if limit == self._config.max_connections else "LimitNOFILE"
-        for each in self._connection_limiter.reduce(limit, limit_name):
-            self._disconnect(each.guest, each.why)
+        for each in self._connection_limiter.evict_excess(limit, limit_name):
+            self._disconnect(each.connection, each.reason)
 
     def _identify_user(self, connection: socket.socket) -> tuple[str, bool]:
         """Return the user of a new connection, and whether it is an operator.
@@ -265,7 +265,7 @@ class Gate:
             self._queue_read(side)
             return
         if not self._reads_this_turn:
-            self._loop.soon(self._on_turn_end)
+            self._loop.call_soon(self._on_turn_end)
         self._reads_this_turn += 1
         if not side.read(side.client) and side.is_open:
             self._queue_read(side)
@@ -277,7 +277,7 @@ class Gate:
         """Let a side have its turn."""
         self._pause_reading(side, Side.WAITS_FOR_TURN)
         self._read_queue.put(side.client.user, side)
-        self._loop.soon(self._serve_queue)
+        self._loop.call_soon(self._serve_queue)
 
     def _serve_queue(self) -> None:
         """Read what waits, for a moment."""
@@ -291,12 +291,12 @@ class Gate:
             if clock.now() >= deadline:
                 break
         if self._read_queue:
-            self._loop.soon(self._serve_queue)
+            self._loop.call_soon(self._serve_queue)
 
     def _pause_reading(self, side: Side, reason: int) -> None:
         """Read nothing, for one more reason."""
         if side.is_open and not side.holds:
-            self._loop.pause(side.descriptor)
+            self._loop.pause_reading(side.descriptor)
         side.holds |= reason
 
     def _resume_reading(self, side: Side, reason: int) -> None:
@@ -304,7 +304,7 @@ class Gate:
         if side.holds & reason and side.is_open:
             side.holds &= ~reason
             if not side.holds:
-                self._loop.resume(side.descriptor)
+                self._loop.resume_reading(side.descriptor)
 
     def _on_peer_closed(self, side: Side) -> None:
         client = side.client
@@ -391,7 +391,7 @@ class Gate:
         """Read again if there is no other reason not to, and first of all what is here already."""
         if side.holds == reason and side.is_backlogged and side.is_open:
             side.holds = 0
-            self._loop.resume(side.descriptor)
+            self._loop.resume_reading(side.descriptor)
             self._queue_read(side)
         else:
             self._resume_reading(side, reason)
@@ -527,7 +527,7 @@ class Gate:
         """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
         self._pause_reading(client.near, Side.DISCONNECTING)
         deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
-        self._close_timer.due_by(deadline)
+        self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
     def _shut_down_when_sent(self, client: Client) -> None:
@@ -537,7 +537,7 @@ class Gate:
                 client.connection.shutdown(socket.SHUT_WR)
             close_at = clock.now() + _CLOSE_DELAY_S
             self._close_deadlines[client] = min(self._close_deadlines[client], close_at)
-            self._close_timer.due_by(close_at)
+            self._close_timer.set_no_later_than(close_at)
 
     def _on_close_timer(self, now: float) -> None:
         for each in [each for each, until in self._close_deadlines.items() if until <= now]:
@@ -568,7 +568,7 @@ class Gate:
         client.close()
         self._close_deadlines.pop(client, None)
         self._connection_limiter.remove(client)
-        self._admission.leaves(client.user)
+        self._admission.remove_connection(client.user)
         user = self._users[client.user]
         user.clients.discard(client)
         user.buffered_bytes -= client.nbytes

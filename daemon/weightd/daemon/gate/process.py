@@ -14,7 +14,7 @@ from weightd.daemon.gate.link import Terms, new_control_stream
 from weightd.daemon.gate.memory import raise_oom_score, mapped_bytes
 from weightd.daemon.gate.separate import Separate
 from weightd.daemon.host.accepting import refuse_descriptors
-from weightd.daemon.host.crowding import allow_descriptors
+from weightd.daemon.host.crowding import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from weightd.daemon.host.closing import Closing
@@ -26,7 +26,7 @@ _ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 def run(control_socket: socket.socket, listener: socket.socket, config: Terms) -> None:
     """Serve until the daemon's end of the link is closed."""
     confinement.set_process_name(f"gate {config.name}")
-    allow_descriptors()
+    raise_descriptor_limit()
     raise_oom_score()
     initial_bytes = mapped_bytes()
     listener.setblocking(False)

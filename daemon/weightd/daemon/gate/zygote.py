@@ -130,7 +130,7 @@ def main() -> None:
 def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
     """Be another process from here on, which has nothing of this one but its log and these descriptors."""
     status = 1
-    environment.reduce(os.environ)
+    environment.remove_unlisted(os.environ)
     try:
         # Its descriptor is closed here, and its number may go to another file.
         signal.set_wakeup_fd(-1)

@@ -202,15 +202,15 @@ class Generation(Life):
             return
         previous_state = child.state
         self.processes.on_exit(child)
-        if exit_cause.lost is not Lost.NOTHING and self._has_served:
+        if exit_cause.missing_file is not Lost.NONE and self._has_served:
             self.attach_control.on_files_lost(exit_cause.words)
         if previous_state in USABLE:
             loss = Loss(
                 str(exit_cause),
                 previous_state,
                 has_answered=has_answered,
-                is_signaled=exit_cause.killed,
-                is_external=exit_cause.from_outside,
+                is_signaled=exit_cause.is_killed,
+                is_external=exit_cause.is_external,
                 is_transient=exit_cause.is_transient,
             )
             self._on_death(child, loss, now)

@@ -22,7 +22,7 @@ from weightd.daemon.generations.states import (
     Machine,
 )
 from weightd.daemon.generations.tries import Tries, describe_cases
-from weightd.daemon.host.logs import about
+from weightd.daemon.host.logs import subject_extra
 from weightd.daemon.meters.meter import Mishaps
 from weightd.protocol.messages.children import Attached, Built
 from weightd.shared.devices import CPU
@@ -86,7 +86,7 @@ class Teller:
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
         """Return `extra` of an event of this generation, or of one of its children."""
-        return about(self._label.rpartition(".")[0], self._number, child)
+        return subject_extra(self._label.rpartition(".")[0], self._number, child)
 
     def log(self, text: str, child: str = "", *, level: int = logging.WARNING) -> None:
         """Tell something, of one of its children or of itself."""

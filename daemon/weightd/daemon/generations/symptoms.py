@@ -48,6 +48,6 @@ def is_port_taken(exit_cause: End, *, has_connected: bool) -> bool:
 
 def is_independent_exit(exit_cause: End) -> bool:
     """Return whether a process that the daemon has sent SIGKILL had ended before that came."""
-    if exit_cause.status is None or exit_cause.by is By.KEEPER:
+    if exit_cause.status is None or exit_cause.by is By.SHIM:
         return False
     return exit_cause.status != -signal.SIGKILL or exit_cause.by is not By.DAEMON

@@ -191,7 +191,7 @@ class Unit(Life):
         if was in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_port_taken = was is ChildState.HOLDING and symptoms.is_port_taken(exit_cause, has_connected=have_met)
             is_transient = exit_cause.is_transient
-            loss = Loss(str(exit_cause), was, has_answered=has_answered, is_signaled=exit_cause.killed, is_out_of_memory=is_port_taken, is_transient=is_transient)
+            loss = Loss(str(exit_cause), was, has_answered=has_answered, is_signaled=exit_cause.is_killed, is_out_of_memory=is_port_taken, is_transient=is_transient)
             self._on_loss(child, loss, is_consequential=is_consequential)
         elif was is ChildState.KILLED:
             self._on_killed_exit(child, exit_cause, is_independent=symptoms.is_independent_exit(exit_cause) and not is_consequential)

@@ -12,19 +12,19 @@ from weightd.daemon.host.timers import Timer
 from weightd.shared.seldom import Seldom
 
 # With one wake-up, by default: more wait for the next one.
-_MOST_ACCEPTED = 64
+_MAX_ACCEPTED = 64
 
 # A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
 _SLICE_S = 2e-4
 
 # After it has refused some, so that a flood of connections that are all refused takes a small part of the loop's time.
-_REST_S = 1e-3
+_REFUSAL_BACKOFF_S = 1e-3
 
 # Where there is no descriptor for the next one, until some have gone.
-_PAUSE_S = 0.1
+_EXHAUSTED_BACKOFF_S = 0.1
 
 # Between two lines of the log about that.
-_LINES_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # Of <asm-generic/socket.h>; in no module of Python's.
 _SO_PASSRIGHTS = 83
@@ -47,36 +47,36 @@ class Accepting:
         self,
         listener: socket.socket,
         loop: Loop,
-        let_in: Callable[[socket.socket], object],
+        on_connection: Callable[[socket.socket], object],
         report: Callable[[str], object],
-        most: int = _MOST_ACCEPTED,
+        max_accepted: int = _MAX_ACCEPTED,
     ) -> None:
         self._listener = listener
         self._loop = loop
-        self._let_in = let_in
+        self._on_connection = on_connection
         self._report = report
-        self._most = most
-        self._pause = Timer(self._resume)
-        self._lines = Seldom(_LINES_S)
+        self._max_accepted = max_accepted
+        self._resume_timer = Timer(self._resume)
+        self._rate_limited_log = Seldom(_LOG_INTERVAL_S)
         loop.add(listener.fileno(), self.accept)
-        loop.add_timer(self._pause)
+        loop.add_timer(self._resume_timer)
 
     def accept(self) -> None:
         """Let in who has connected until now."""
-        if self._accept():
-            self._loop.pause(self._listener.fileno())
-            self._pause.set(clock.now() + _REST_S)
+        if self._accept_batch():
+            self._loop.pause_reading(self._listener.fileno())
+            self._resume_timer.set(clock.now() + _REFUSAL_BACKOFF_S)
 
     def stop(self) -> None:
         """Accept nothing more."""
-        self._pause.set(_NEVER)
+        self._resume_timer.set(_NEVER)
         self._loop.remove(self._listener.fileno())
 
-    def _accept(self) -> bool:
+    def _accept_batch(self) -> bool:
         """Accept connections for a moment; return whether any was refused."""
-        until = clock.now() + _SLICE_S
+        deadline = clock.now() + _SLICE_S
         has_refused = False
-        for _ in range(self._most):
+        for _ in range(self._max_accepted):
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -84,25 +84,25 @@ class Accepting:
             except OSError as error:
                 # It has gone again, or nothing is left to have it with: then others have to go first.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._wait_for_room(error)
+                    self._back_off(error)
                     return False
             else:
-                has_refused |= self._let_in(connection) is False
-            if clock.now() >= until:
+                has_refused |= self._on_connection(connection) is False
+            if clock.now() >= deadline:
                 break
         return has_refused
 
-    def _wait_for_room(self, error: OSError) -> None:
+    def _back_off(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
         now = clock.now()
-        if self._pause.due == _NEVER:
-            if self._lines.tell("", now) is not None:
+        if self._resume_timer.due == _NEVER:
+            if self._rate_limited_log.tell("", now) is not None:
                 self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")
-            self._loop.pause(self._listener.fileno())
-            self._pause.set(now + _PAUSE_S)
+            self._loop.pause_reading(self._listener.fileno())
+            self._resume_timer.set(now + _EXHAUSTED_BACKOFF_S)
 
     def _resume(self, _: float) -> None:
-        self._loop.resume(self._listener.fileno())
+        self._loop.resume_reading(self._listener.fileno())
 
 
 def refuse_descriptors(listener: socket.socket) -> bool:

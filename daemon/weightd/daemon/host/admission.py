@@ -17,13 +17,13 @@ class Limits(NamedTuple):
             `burst` at once.
     """
 
-    most: int = 0
+    max_connections: int = 0
     rate: float = 0.0
 
     @property
     def burst(self) -> float:
         """New connections that a user may open at once: as many as it may have, or those of one second."""
-        return float(max(1.0, self.rate, self.most))
+        return float(max(1.0, self.rate, self.max_connections))
 
 
 class Admission:
@@ -36,31 +36,31 @@ class Admission:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._rates = TokenBuckets(limits.rate, limits.burst)
-        self._open = Counter[str]()
+        self._open_connections = Counter[str]()
 
-    def refusal(self, user: str, now: float) -> str | None:
+    def refusal_reason(self, user: str, now: float) -> str | None:
         """Return why a new connection of a user is refused, None if the user may have one more.
 
         A connection that is not refused counts towards the rate, and towards the open connections after `enters`.
         """
         limits = self._limits
-        if limits.most and self._open[user] >= limits.most:
-            return f"this user has {limits.most} connections already (max_user_connections)"
+        if limits.max_connections and self._open_connections[user] >= limits.max_connections:
+            return f"this user has {limits.max_connections} connections already (max_user_connections)"
         if not self._rates.take(user, now):
             return f"this user opens more than {limits.rate:g} connections a second (max_user_connection_rate)"
         return None
 
-    def enters(self, user: str) -> int:
+    def add_connection(self, user: str) -> int:
         """Count one more open connection of a user; return how many it has."""
-        self._open[user] += 1
-        return self._open[user]
+        self._open_connections[user] += 1
+        return self._open_connections[user]
 
-    def leaves(self, user: str) -> None:
+    def remove_connection(self, user: str) -> None:
         """Count one open connection of a user less."""
-        self._open[user] -= 1
-        if not self._open[user]:
-            del self._open[user]
+        self._open_connections[user] -= 1
+        if not self._open_connections[user]:
+            del self._open_connections[user]
 
     def __len__(self) -> int:
         """Return how many users are kept: those with connections, and those that opened some a short time ago."""
-        return len(self._rates) + len(self._open)
+        return len(self._rates) + len(self._open_connections)

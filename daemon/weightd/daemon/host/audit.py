@@ -10,7 +10,7 @@ import json
 import logging
 from typing import NamedTuple
 
-from weightd.daemon.host.logs import with_fields
+from weightd.daemon.host.logs import fields_extra
 from weightd.protocol.codec import clip
 from weightd.shared.seldom import Seldom
 
@@ -24,9 +24,9 @@ OPERATOR = "operator"
 """The user of what the configuration file orders, not a client."""
 
 # Of what may be repeated at will each user of a tenant has an entry so often. The daemon keeps 2,000 events.
-_REFUSAL_PERIOD_S = 10.0
+_REFUSAL_INTERVAL_S = 10.0
 
-_DETAIL_BYTES = 512
+_MAX_DETAIL_BYTES = 512
 
 
 class Entry(NamedTuple):
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     weights: str = ""
 
 
-def write(entry: Entry, result: str, detail: str = "", **more: str) -> None:
+def write(entry: Entry, result: str, detail: str = "", **extra_fields: str) -> None:
     """Write an entry, with how it has ended; fields that are "" are left out."""
     level = logging.INFO if result == OK else logging.WARNING
     if not _log.isEnabledFor(level):
@@ -59,26 +59,26 @@ def write(entry: Entry, result: str, detail: str = "", **more: str) -> None:
         "action": entry.action,
         "result": result,
         **entry._asdict(),
-        **more,
-        "detail": clip(detail, _DETAIL_BYTES),
+        **extra_fields,
+        "detail": clip(detail, _MAX_DETAIL_BYTES),
     }
     fields = {name: value for name, value in fields.items() if value}
     text = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
     journal = {f"AUDIT_{name.upper()}": value for name, value in fields.items()}
     # As of all other events.
     journal.update({"MODEL": entry.model} if entry.model else {})
-    _log.log(level, "audit %s", text, extra=with_fields(journal))
+    _log.log(level, "audit %s", text, extra=fields_extra(journal))
 
 
 class Refusals:
     """Writes what clients may bring about at will: at once, then for each user seldom, with how many are left out."""
 
     def __init__(self) -> None:
-        self._seldom = Seldom(_REFUSAL_PERIOD_S)
+        self._rate_limited_log = Seldom(_REFUSAL_INTERVAL_S)
 
     def write(self, entry: Entry, result: str, detail: str, now: float) -> None:
         """Write the entry, or count it. Users of no tenant count as one, and so do hosts: there may be many."""
-        is_known = entry.tenant and not entry.user.startswith("host ")
-        left_out = self._seldom.tell(f"{result} {entry.user} of {entry.tenant}" if is_known else "", now)
+        has_own_limit = entry.tenant and not entry.user.startswith("host ")
+        left_out = self._rate_limited_log.tell(f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now)
         if left_out is not None:
             write(entry, result, detail, left_out=str(left_out) if left_out else "")

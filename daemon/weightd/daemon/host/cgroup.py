@@ -38,24 +38,24 @@ class _Names(NamedTuple):
 
     usage: str
     limits: tuple[str, ...]
-    idle: str
+    inactive_key: str
 
 
-_UNIFIED = _Names("memory.current", ("memory.max", "memory.high"), "inactive_file")
-_LEGACY = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file")
+_V2_FILES = _Names("memory.current", ("memory.max", "memory.high"), "inactive_file")
+_V1_FILES = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_inactive_file")
 
 
 class Group(NamedTuple):
     """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
 
     mount: Path
-    below: PurePosixPath
-    unified: bool
+    relative_path: PurePosixPath
+    is_v2: bool
 
     @property
-    def lineage(self) -> list[Path]:
+    def self_and_ancestors(self) -> list[Path]:
         """Its directory, and those above it as far as they can be seen: what is limited there is limited here."""
-        return [self.mount / each for each in (self.below, *self.below.parents)]
+        return [self.mount / each for each in (self.relative_path, *self.relative_path.parents)]
 
 
 def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
@@ -64,10 +64,10 @@ def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
     Args:
         proc: the directory of the process in /proc.
     """
-    group = _group(proc, "memory")
+    group = _find_group(proc, "memory")
     if group is None:
         return None
-    return _unified(_charged(group.lineage)) if group.unified else _legacy(group.lineage)
+    return _v2_memory(_with_memory_controller(group.self_and_ancestors)) if group.is_v2 else _v1_memory(group.self_and_ancestors)
 
 
 def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
@@ -78,10 +78,10 @@ def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
     Args:
         proc: the directory of the process in /proc.
     """
-    group = _group(proc, "memory")
+    group = _find_group(proc, "memory")
     if group is None:
         return None
-    free = (_free(directory, _UNIFIED if group.unified else _LEGACY) for directory in group.lineage)
+    free = (_free_in_group(directory, _V2_FILES if group.is_v2 else _V1_FILES) for directory in group.self_and_ancestors)
     return min((each for each in free if each is not None), default=None)
 
 
@@ -105,12 +105,12 @@ def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
     Args:
         proc: the directory of the process in /proc.
     """
-    group = _group(proc, "pids")
+    group = _find_group(proc, "pids")
     found: list[TaskLimit] = []
-    for directory in () if group is None else group.lineage:
-        limit = _read(directory / "pids.max", _limit)
+    for directory in () if group is None else group.self_and_ancestors:
+        limit = _read_value(directory / "pids.max", _parse_limit)
         if limit is not None and limit < _NO_LIMIT:
-            found.append(TaskLimit(directory, limit, _read(directory / "pids.current", _number)))
+            found.append(TaskLimit(directory, limit, _read_value(directory / "pids.current", _parse_number)))
     return min(found, key=lambda each: each.limit, default=None)
 
 
@@ -120,15 +120,15 @@ def cores(proc: Path = Path("/proc/self")) -> float | None:
     Args:
         proc: the directory of the process in /proc.
     """
-    group = _group(proc, "cpu")
+    group = _find_group(proc, "cpu")
     if group is None:
         return None
-    shares = ((_share if group.unified else _legacy_share)(directory) for directory in group.lineage)
+    shares = ((_v2_cores if group.is_v2 else _v1_cores)(directory) for directory in group.self_and_ancestors)
     return min((each for each in shares if each is not None), default=None)
 
 
-def _group(proc: Path, controller: str) -> Group | None:
-    membership, mountinfo = _text(proc / "cgroup"), _text(proc / "mountinfo")
+def _find_group(proc: Path, controller: str) -> Group | None:
+    membership, mountinfo = _read_text(proc / "cgroup"), _read_text(proc / "mountinfo")
     return locate(membership, mountinfo, controller) if membership is not None and mountinfo is not None else None
 
 
@@ -143,18 +143,18 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Group
         mountinfo: /proc/PID/mountinfo.
         controller: its name.
     """
-    found = _membership(membership, controller)
+    found = _parse_membership(membership, controller)
     if found is None:
         return None
     path, unified = found
     groups = [
-        Group(Path(point), below, unified) for point, below in _places(mountinfo, path, "" if unified else controller)
+        Group(Path(point), below, unified) for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
     ]
     # Of several, the one that shows most of what is above.
-    return max(groups, key=lambda group: len(group.below.parts), default=None)
+    return max(groups, key=lambda group: len(group.relative_path.parts), default=None)
 
 
-def _membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
+def _parse_membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
     """The path of the group, and whether it is of version 2."""
     unified: str | None = None
     for line in text.removesuffix("\n").split("\n"):
@@ -169,7 +169,7 @@ def _membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None
     return None if unified is None else (PurePosixPath(unified), True)
 
 
-def _places(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tuple[str, PurePosixPath]]:
+def _find_mounts(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tuple[str, PurePosixPath]]:
     """Yield each mount point under which the group is, and its path from there; without a controller of version 2."""
     for line in mountinfo.split("\n"):
         mount = _MOUNT.fullmatch(line)
@@ -177,107 +177,107 @@ def _places(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tu
             continue
         if controller and controller not in mount["options"].split(","):
             continue
-        root = _unescaped(mount["root"])
+        root = _unescape(mount["root"])
         if path.is_relative_to(root) and ".." not in path.relative_to(root).parts:
-            yield _unescaped(mount["point"]), path.relative_to(root)
+            yield _unescape(mount["point"]), path.relative_to(root)
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 
-def _charged(lineage: list[Path]) -> list[Path]:
+def _with_memory_controller(directories: list[Path]) -> list[Path]:
     """A group without the memory controller takes its memory from the next one above that has it."""
-    for index, directory in enumerate(lineage):
-        controllers = _text(directory / "cgroup.controllers")
+    for index, directory in enumerate(directories):
+        controllers = _read_text(directory / "cgroup.controllers")
         if controllers is None:
             break
         if "memory" in controllers.split():
-            return lineage[index:]
+            return directories[index:]
     return []
 
 
-def _unified(lineage: list[Path]) -> MemoryLimit | None:
+def _v2_memory(directories: list[Path]) -> MemoryLimit | None:
     # The root of the host has no memory.current: what it has (its pressure) is not the service's.
-    usage = _read(lineage[0] / "memory.current", _number) if lineage else None
+    usage = _read_value(directories[0] / "memory.current", _parse_number) if directories else None
     if usage is None:
         return None
     return MemoryLimit(
         usage_bytes=usage,
-        limit_bytes=_smallest(_text(each / "memory.max") for each in lineage),
-        high_bytes=_smallest(_text(each / "memory.high") for each in lineage),
-        oom_kills=_read(lineage[0] / "memory.events", _oom_kills),
-        pressure_percent=_read(lineage[0] / "memory.pressure", _pressure),
+        limit_bytes=_min_limit(_read_text(each / "memory.max") for each in directories),
+        high_bytes=_min_limit(_read_text(each / "memory.high") for each in directories),
+        oom_kills=_read_value(directories[0] / "memory.events", _parse_oom_kills),
+        pressure_percent=_read_value(directories[0] / "memory.pressure", _parse_pressure),
     )
 
 
-def _legacy(lineage: list[Path]) -> MemoryLimit | None:
-    usage = _read(lineage[0] / "memory.usage_in_bytes", _number)
+def _v1_memory(directories: list[Path]) -> MemoryLimit | None:
+    usage = _read_value(directories[0] / "memory.usage_in_bytes", _parse_number)
     if usage is None:
         return None
-    limits = [_text(each / "memory.limit_in_bytes") for each in lineage]
+    limits = [_read_text(each / "memory.limit_in_bytes") for each in directories]
     # Where the groups above are not mounted, the kernel still says what they leave.
-    above = _read(lineage[0] / "memory.stat", _hierarchical_limit)
+    hierarchical_limit = _read_value(directories[0] / "memory.stat", _parse_hierarchical_limit)
     return MemoryLimit(
         usage_bytes=usage,
-        limit_bytes=_smallest([*limits, None if above is None else str(above)]),
-        oom_kills=_read(lineage[0] / "memory.oom_control", _oom_kills),
+        limit_bytes=_min_limit([*limits, None if hierarchical_limit is None else str(hierarchical_limit)]),
+        oom_kills=_read_value(directories[0] / "memory.oom_control", _parse_oom_kills),
     )
 
 
-def _free(directory: Path, names: _Names) -> int | None:
-    limit = _smallest(_text(directory / each) for each in names.limits)
+def _free_in_group(directory: Path, files: _Names) -> int | None:
+    limit = _min_limit(_read_text(directory / each) for each in files.limits)
     if limit is None:
         return None
-    taken = _read(directory / names.usage, _number)
-    cached = _read(directory / "memory.stat", lambda text: _entry(text, names.idle)) or 0
+    used = _read_value(directory / files.usage, _parse_number)
+    cached = _read_value(directory / "memory.stat", lambda text: _parse_entry(text, files.inactive_key)) or 0
     # Where there is a limit, and what is taken is not known, nothing can be said to be free.
-    return 0 if taken is None else max(0, limit - max(0, taken - cached))
+    return 0 if used is None else max(0, limit - max(0, used - cached))
 
 
-def _share(directory: Path) -> float | None:
-    return _read(directory / "cpu.max", _quota)
+def _v2_cores(directory: Path) -> float | None:
+    return _read_value(directory / "cpu.max", _parse_quota)
 
 
-def _legacy_share(directory: Path) -> float | None:
+def _v1_cores(directory: Path) -> float | None:
     # Without a limit the first is -1.
-    quota, period = (_read(directory / f"cpu.cfs_{each}_us", _number) for each in ("quota", "period"))
+    quota, period = (_read_value(directory / f"cpu.cfs_{each}_us", _parse_number) for each in ("quota", "period"))
     return None if quota is None or not period else quota / period
 
 
 # --- the texts --------------------------------------------------------------------------------------------------
 
 
-def _text(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     try:
         return path.read_text("utf-8", "surrogateescape")
     except (OSError, ValueError):
         return None
 
 
-def _read(path: Path, parse: Callable[[str], T]) -> T | None:
+def _read_value(path: Path, parse: Callable[[str], T]) -> T | None:
     """What the file says; None if it cannot be read, or says something else."""
-    text = _text(path)
+    text = _read_text(path)
     try:
         return None if text is None else parse(text)
     except ValueError:
         return None
 
 
-def _smallest(texts: Iterable[str | None]) -> int | None:
+def _min_limit(texts: Iterable[str | None]) -> int | None:
     """The smallest of several limits; a file that is not there limits nothing, one that says anything else might."""
     try:
-        limits = [_limit(text) for text in texts if text is not None]
+        limits = [_parse_limit(text) for text in texts if text is not None]
     except ValueError:
         return None
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
-def _limit(text: str) -> int:
-    return _NO_LIMIT if text == "max\n" else _number(text)
+def _parse_limit(text: str) -> int:
+    return _NO_LIMIT if text == "max\n" else _parse_number(text)
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     """A number of bytes, or a count; beyond what a status can carry it is none."""
     digits = text.removesuffix("\n")
     if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
@@ -285,32 +285,32 @@ def _number(text: str) -> int:
     return int(digits)
 
 
-def _quota(text: str) -> float:
+def _parse_quota(text: str) -> float:
     """How many cores' time, out of a quota and the period that it is for; "max" is no number."""
     quota, _, period = text.partition(" ")
-    if _number(period) == 0:
+    if _parse_number(period) == 0:
         raise ValueError(text)
-    return _number(quota) / _number(period)
+    return _parse_number(quota) / _parse_number(period)
 
 
-def _oom_kills(text: str) -> int:
-    return _entry(text, "oom_kill")
+def _parse_oom_kills(text: str) -> int:
+    return _parse_entry(text, "oom_kill")
 
 
-def _hierarchical_limit(text: str) -> int:
-    return _entry(text, "hierarchical_memory_limit")
+def _parse_hierarchical_limit(text: str) -> int:
+    return _parse_entry(text, "hierarchical_memory_limit")
 
 
-def _entry(text: str, key: str) -> int:
+def _parse_entry(text: str, key: str) -> int:
     """The number behind the key, in a file with one such pair a line."""
     pairs = [line.partition(" ") for line in text.split("\n")]
     values = [value for name, _, value in pairs if name == key]
     if len(values) != 1:
         raise ValueError(f"{key} stands there {len(values)} times")
-    return _number(values[0])
+    return _parse_number(values[0])
 
 
-def _pressure(text: str) -> float:
+def _parse_pressure(text: str) -> float:
     """The share of the last ten seconds in which some process waited for memory, in percent."""
     match = _PRESSURE.fullmatch(text.partition("\n")[0])
     if match is None or float(match["percent"]) > 100:

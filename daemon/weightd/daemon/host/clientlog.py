@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Callable
 
 from weightd.daemon.host import clock
-from weightd.daemon.host.logs import of_client
+from weightd.daemon.host.logs import client_extra
 
 WINDOW_S = 10.0
 """The limits hold for periods of so many seconds."""
 
 # Lines about one user, host or tenant. There is one about each kind of event, with how many lines were left out.
-_MOST_OF_CLIENT = 8
+_MAX_LINES_PER_CLIENT = 8
 
 # Lines about all clients. journald by default drops what a service logs beyond 10,000 lines in 30 s.
-_MOST = 100
+_MAX_LINES = 100
 
 # Kinds of events that are counted; those of further clients are counted together.
-_MOST_COUNTED = 1024
+_MAX_COUNTED_KINDS = 1024
 
 
 class ClientLog:
@@ -35,10 +35,10 @@ class ClientLog:
 
     def __init__(self, now: Callable[[], float] = clock.now) -> None:
         self._now = now
-        self._until = -float("inf")
-        self._told: set[tuple[str, str]] = set()
-        self._lines: Counter[str] = Counter()
-        self._left_out: Counter[tuple[str, str]] = Counter()
+        self._window_ends_at = -float("inf")
+        self._logged_kinds: set[tuple[str, str]] = set()
+        self._line_counts: Counter[str] = Counter()
+        self._suppressed_counts: Counter[tuple[str, str]] = Counter()
 
     def log(self, log: logging.Logger, level: int, client: str, text: str, *args: object, kind: str = "") -> None:
         """Write a line that a client has caused, unless there have been too many.
@@ -54,17 +54,17 @@ class ClientLog:
         if not log.isEnabledFor(level):
             return
         now = self._now()
-        if now >= self._until:
-            self._until = now + WINDOW_S
-            self._told.clear()
-            self._lines.clear()
+        if now >= self._window_ends_at:
+            self._window_ends_at = now + WINDOW_S
+            self._logged_kinds.clear()
+            self._line_counts.clear()
         key = client, kind or text
-        if key in self._told or self._lines[client] >= _MOST_OF_CLIENT or self._lines.total() >= _MOST:
-            is_counted = key in self._left_out or len(self._left_out) < _MOST_COUNTED
-            self._left_out[key if is_counted else ("", "")] += 1
+        if key in self._logged_kinds or self._line_counts[client] >= _MAX_LINES_PER_CLIENT or self._line_counts.total() >= _MAX_LINES:
+            is_counted = key in self._suppressed_counts or len(self._suppressed_counts) < _MAX_COUNTED_KINDS
+            self._suppressed_counts[key if is_counted else ("", "")] += 1
             return
-        self._told.add(key)
-        self._lines[client] += 1
-        left_out = self._left_out.pop(key, 0)
-        more = f" ({left_out} more of {client or 'clients'} since the last such line)" if left_out else ""
-        log.log(level, "%s%s", text % args, more, extra=of_client(client))
+        self._logged_kinds.add(key)
+        self._line_counts[client] += 1
+        suppressed = self._suppressed_counts.pop(key, 0)
+        suffix = f" ({suppressed} more of {client or 'clients'} since the last such line)" if suppressed else ""
+        log.log(level, "%s%s", text % args, suffix, extra=client_extra(client))

@@ -36,25 +36,25 @@ class Clock:
         stopped: seconds that did not count so far.
     """
 
-    def __init__(self, real: Callable[[], float] = time.monotonic) -> None:
-        self.stopped = 0.0
-        self._real = real
-        self._latest = real()
-        self._expected = _SLACK_S
+    def __init__(self, real_time: Callable[[], float] = time.monotonic) -> None:
+        self.stopped_s = 0.0
+        self._real_time = real_time
+        self._last_reading = real_time()
+        self._max_step_s = _SLACK_S
 
     def now(self) -> float:
         """Return the time."""
-        real = self._real()
-        if real - self._latest > self._expected:
-            self.stopped += real - self._latest
-        self._latest = real
-        self._expected = _SLACK_S
-        return real - self.stopped
+        real = self._real_time()
+        if real - self._last_reading > self._max_step_s:
+            self.stopped_s += real - self._last_reading
+        self._last_reading = real
+        self._max_step_s = _SLACK_S
+        return real - self.stopped_s
 
-    def wait(self, seconds: float) -> float:
+    def clamp_wait(self, seconds: float) -> float:
         """Return how long the caller may wait of these seconds before it reads the clock again; not less than 0."""
         seconds = min(max(seconds, 0.0), TICK_S)
-        self._expected = seconds + _SLACK_S
+        self._max_step_s = seconds + _SLACK_S
         return seconds
 
 
@@ -63,7 +63,7 @@ _CLOCK = Clock()
 now = _CLOCK.now
 """`Clock.now` of the process's clock."""
 
-wait = _CLOCK.wait
+clamp_wait = _CLOCK.clamp_wait
 """`Clock.wait` of the process's clock."""
 
 
@@ -78,10 +78,10 @@ def poll(poller: select.poll, seconds: float, clock: Clock = _CLOCK) -> list[tup
     Python's own `poll` returns nothing if its time-out ended while the process was stopped, even if a descriptor is
     ready.
     """
-    end = clock.now() + seconds
+    deadline = clock.now() + seconds
     while True:
-        ready = poller.poll(1000 * clock.wait(end - clock.now()))
+        ready = poller.poll(1000 * clock.clamp_wait(deadline - clock.now()))
         if ready:
             return ready
-        if clock.now() >= end:
+        if clock.now() >= deadline:
             return poller.poll(0)

@@ -19,21 +19,21 @@ from queue import Empty, SimpleQueue
 from weightd.shared.seldom import Seldom
 
 # Descriptors of one user that may wait. Beyond that the connections of this user end.
-MAX_WAITING = 64
+MAX_PENDING = 64
 
 # Threads in all. A user of this host has one user id, which no user namespace changes; but with subordinate ids
 # (/etc/subuid) it has thousands of them.
 _MAX_THREADS = 32
 
 # A thread that has nothing to close ends after so long: to start another one takes longer than most closes.
-_IDLE_S = 1.0
+_IDLE_TIMEOUT_S = 1.0
 
 # In the place of the identity of a thread that has not begun with a user.
-_NOBODY = 0
+_NO_THREAD = 0
 
 _CHUNK_BYTES = 64 * 1024
 
-_WARNINGS_S = 60.0
+_WARNING_INTERVAL_S = 60.0
 
 # To a process that has no handler for it this signal does nothing.
 INTERRUPT = signal.SIGURG
@@ -58,30 +58,30 @@ class Closing:
         self._report = report
         self._lock = threading.Lock()
         # By user: those that wait, after the one that is being closed.
-        self._waiting: dict[str, deque[int]] = {}
+        self._pending: dict[str, deque[int]] = {}
         # The users whose descriptors a thread is closing, and the identity of that.
-        self._served: dict[str, int] = {}
-        self._threads = 0
+        self._active_threads: dict[str, int] = {}
+        self._thread_count = 0
         # Of each thread that has nothing to close: where it is given a user.
-        self._idle: list[SimpleQueue[str]] = []
-        self._warnings = Seldom(_WARNINGS_S)
+        self._idle_inboxes: list[SimpleQueue[str]] = []
+        self._rate_limited_log = Seldom(_WARNING_INTERVAL_S)
 
-    def is_behind(self, user: str) -> bool:
+    def is_backlogged(self, user: str) -> bool:
         """Return whether so many descriptors of a user wait that it may send no more for now."""
         # The threads only take away: without the lock the answer is at worst a moment old.
-        waiting = self._waiting.get(user)
-        if waiting is None or len(waiting) < MAX_WAITING:
+        waiting = self._pending.get(user)
+        if waiting is None or len(waiting) < MAX_PENDING:
             return False
         # There may be no thread yet, and nothing else that would start one.
-        self._begin(user)
+        self._assign_thread(user)
         self._interrupt(user)
         return True
 
     def close(self, user: str, descriptor: int) -> None:
         """Close a descriptor of a user at some time."""
         with self._lock:
-            self._waiting.setdefault(user, deque()).append(descriptor)
-        self._begin(user)
+            self._pending.setdefault(user, deque()).append(descriptor)
+        self._assign_thread(user)
 
     def close_socket(self, user: str, connection: socket.socket) -> None:
         """Close a connection of a user, at once unless descriptors are among its unread data.
@@ -94,68 +94,68 @@ class Closing:
         if _has_unread_descriptors(connection):
             self.close(user, connection.detach())
             # Where many wait, each one more has an earlier one interrupted.
-            self.is_behind(user)
+            self.is_backlogged(user)
         else:
             connection.close()
 
-    def _begin(self, user: str) -> None:
+    def _assign_thread(self, user: str) -> None:
         """Have the descriptors of a user closed: by an idle thread, or by another one."""
         with self._lock:
-            if user in self._served or user not in self._waiting:
+            if user in self._active_threads or user not in self._pending:
                 return
-            if self._idle:
-                self._served[user] = _NOBODY
-                self._idle.pop().put(user)
+            if self._idle_inboxes:
+                self._active_threads[user] = _NO_THREAD
+                self._idle_inboxes.pop().put(user)
                 return
-            if self._threads >= _MAX_THREADS:
+            if self._thread_count >= _MAX_THREADS:
                 return
-            self._threads += 1
-            self._served[user] = _NOBODY
+            self._thread_count += 1
+            self._active_threads[user] = _NO_THREAD
         try:
-            threading.Thread(target=self._serve, args=(user,), name="closing", daemon=True).start()
+            threading.Thread(target=self._run_thread, args=(user,), name="closing", daemon=True).start()
         except RuntimeError as error:
             # The descriptors wait for the next call.
             with self._lock:
-                self._threads -= 1
-                del self._served[user]
-            if self._warnings.tell("", time.monotonic()) is not None:
+                self._thread_count -= 1
+                del self._active_threads[user]
+            if self._rate_limited_log.tell("", time.monotonic()) is not None:
                 self._report(f"descriptors of clients are not closed yet: {error}")
 
     def _interrupt(self, user: str) -> None:
         with self._lock:
-            thread = self._served.get(user, _NOBODY)
-            if thread != _NOBODY and callable(signal.getsignal(INTERRUPT)):
+            thread = self._active_threads.get(user, _NO_THREAD)
+            if thread != _NO_THREAD and callable(signal.getsignal(INTERRUPT)):
                 signal.pthread_kill(thread, INTERRUPT)
 
-    def _serve(self, user: str | None) -> None:
+    def _run_thread(self, user: str | None) -> None:
         """Close the descriptors of one user after another, until there are none for a while."""
         inbox = SimpleQueue[str]()
         while user is not None:
             self._close_all(user)
             with self._lock:
-                user = next((each for each in self._waiting if each not in self._served), None)
+                user = next((each for each in self._pending if each not in self._active_threads), None)
                 if user is None:
-                    self._idle.append(inbox)
+                    self._idle_inboxes.append(inbox)
                 else:
-                    self._served[user] = _NOBODY
-            user = user or self._wait(inbox)
+                    self._active_threads[user] = _NO_THREAD
+            user = user or self._wait_for_user(inbox)
 
-    def _wait(self, inbox: SimpleQueue[str]) -> str | None:
+    def _wait_for_user(self, inbox: SimpleQueue[str]) -> str | None:
         """Return the user whose descriptors are next, None if this thread is to end."""
         try:
-            return inbox.get(timeout=_IDLE_S)
+            return inbox.get(timeout=_IDLE_TIMEOUT_S)
         except Empty:
             with self._lock:
-                if inbox in self._idle:
-                    self._idle.remove(inbox)
-                    self._threads -= 1
+                if inbox in self._idle_inboxes:
+                    self._idle_inboxes.remove(inbox)
+                    self._thread_count -= 1
                     return None
             return inbox.get()
 
     def _close_all(self, user: str) -> None:
         with self._lock:
-            self._served[user] = threading.get_ident()
-            waiting = self._waiting[user]
+            self._active_threads[user] = threading.get_ident()
+            waiting = self._pending[user]
         while waiting:
             # Linux has freed the number whatever close() returns; what the file system reports concerns its owner.
             with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ class Closing:
             with self._lock:
                 waiting.popleft()
                 if not waiting:
-                    del self._waiting[user], self._served[user]
+                    del self._pending[user], self._active_threads[user]
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
@@ -180,7 +180,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     return connection.recv(len(data)) if data else b""
 
 
-def brings_descriptors(connection: socket.socket, nbytes: int) -> bool:
+def has_descriptors(connection: socket.socket, nbytes: int) -> bool:
     """Return whether a read of so many bytes from a Unix socket would bring descriptors."""
     with contextlib.suppress(OSError):
         return bool(connection.recvmsg(nbytes, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC)

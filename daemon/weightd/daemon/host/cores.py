@@ -7,13 +7,13 @@ import os
 from weightd.daemon.host import cgroup
 
 
-def usable() -> int:
+def usable_core_count() -> int:
     """Return how many cores there are for this process and its children; at least 1."""
-    cores = len(allowed())
+    cores = len(allowed_cores())
     quota = cgroup.cores()
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
-def allowed() -> frozenset[int]:
+def allowed_cores() -> frozenset[int]:
     """Return the cores on which this process and its children may run."""
     return frozenset(os.sched_getaffinity(0))

@@ -11,7 +11,7 @@ _UCRED = struct.Struct("=iII")
 
 # Of unix(7), in no module of Python's. A peer may be in 65,536 groups; Python asks for no more than these of them.
 _SO_PEERGROUPS = 59
-_MOST_GROUPS = 256
+_MAX_GROUPS = 256
 
 
 class Credentials(NamedTuple):
@@ -22,18 +22,18 @@ class Credentials(NamedTuple):
     gid: int
 
 
-def credentials(connection: socket.socket) -> Credentials:
+def peer_credentials(connection: socket.socket) -> Credentials:
     """Return whose the other end of a connected unix socket is (SO_PEERCRED)."""
     return Credentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
-def groups(connection: socket.socket) -> tuple[int, ...]:
+def peer_groups(connection: socket.socket) -> tuple[int, ...]:
     """Return the supplementary groups of who has connected to a unix socket, as they were then (SO_PEERGROUPS).
 
     They come from the kernel, not from the files of users and groups. Of a peer that is in more than 256, none.
     """
     try:
-        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MOST_GROUPS)
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     except OSError:
         # Too many, or a socket of whose peer the kernel has not kept them.
         return ()

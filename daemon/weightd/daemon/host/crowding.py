@@ -10,10 +10,10 @@ from collections import OrderedDict
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 # Children, logs and stores need some, too; and a library may accept hundreds while nobody looks.
-_LEAST_RESERVE = 256
-_MOST_RESERVE = 4096
+_MIN_RESERVED_DESCRIPTORS = 256
+_MAX_RESERVED_DESCRIPTORS = 4096
 
-REOPEN = 0.9
+REOPEN_FRACTION = 0.9
 """After some were hung up, so many of the connections have to end before it is said that there is room again."""
 
 NO_TENANT = "users without a tenant"
@@ -24,8 +24,8 @@ EVERYONE = "everyone"
 
 # The parts of all connections: that all users without a tenant may have together, and that a user keeps of its account
 # whatever the other users of the account do.
-_STRANGERS = 4
-_RESERVED = 32
+_NO_TENANT_DIVISOR = 4
+_GUARANTEED_DIVISOR = 32
 
 
 class Guest(Protocol):
@@ -53,23 +53,23 @@ class Guest(Protocol):
 G = TypeVar("G", bound=Guest)
 
 
-def allow_descriptors() -> None:
+def raise_descriptor_limit() -> None:
     """Take as many descriptors as the system allows: the usual limit of 1,024 is for programs that call select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def for_clients() -> int:
+def max_client_descriptors() -> int:
     """Return how many descriptors clients may take under the process's present limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, limit - min(max(limit // 2, _LEAST_RESERVE), _MOST_RESERVE))
+    return max(1, limit - min(max(limit // 2, _MIN_RESERVED_DESCRIPTORS), _MAX_RESERVED_DESCRIPTORS))
 
 
 class Excess(NamedTuple, Generic[G]):
     """A connection that has to end, and why."""
 
-    guest: G
-    why: str
+    connection: G
+    reason: str
 
 
 class _Queue(Generic[G]):
@@ -78,71 +78,71 @@ class _Queue(Generic[G]):
     def __init__(self) -> None:
         # `first_to_go` moves connections that have spoken from the front of `others` to the end of `spoken`. So all
         # connections in `others` were added after all in `spoken`.
-        self.spoken: OrderedDict[G, None] = OrderedDict()
-        self.others: OrderedDict[G, None] = OrderedDict()
+        self.active: OrderedDict[G, None] = OrderedDict()
+        self.unchecked: OrderedDict[G, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.spoken) + len(self.others)
+        return len(self.active) + len(self.unchecked)
 
-    def remove(self, guest: G) -> None:
-        self.spoken.pop(guest, None)
-        self.others.pop(guest, None)
+    def remove(self, connection: G) -> None:
+        self.active.pop(connection, None)
+        self.unchecked.pop(connection, None)
 
-    def first_to_go(self) -> G:
+    def next_to_evict(self) -> G:
         """Return the oldest silent connection; else the newest without a request under way; else the newest."""
-        while self.others:
-            oldest = next(iter(self.others))
+        while self.unchecked:
+            oldest = next(iter(self.unchecked))
             if not oldest.has_spoken:
                 return oldest
-            del self.others[oldest]
-            self.spoken[oldest] = None
-        newest = next(reversed(self.spoken))
-        return next((each for each in reversed(self.spoken) if not each.is_busy), newest)
+            del self.unchecked[oldest]
+            self.active[oldest] = None
+        newest = next(reversed(self.active))
+        return next((each for each in reversed(self.active) if not each.is_busy), newest)
 
 
 class _Account(Generic[G]):
     """The connections of one account, also by user, and which user has the most."""
 
     def __init__(self) -> None:
-        self.all: _Queue[G] = _Queue()
-        self.users: dict[str, _Queue[G]] = {}
+        self.connections: _Queue[G] = _Queue()
+        self.user_queues: dict[str, _Queue[G]] = {}
         # The users by how many connections they have: the largest is found without a look at all of them.
-        self._by_size: dict[int, dict[str, None]] = {0: {}}
-        self._largest = 0
+        self._users_by_count: dict[int, dict[str, None]] = {0: {}}
+        self._max_count = 0
 
     def __len__(self) -> int:
-        return len(self.all)
+        return len(self.connections)
 
-    def add(self, guest: G, user: str) -> None:
-        queue = self.users.get(user)
+    def add(self, connection: G, user: str) -> None:
+        queue = self.user_queues.get(user)
         if queue is None:
-            queue = self.users[user] = _Queue()
-        queue.others[guest] = self.all.others[guest] = None
-        self._resized(user, len(queue) - 1, len(queue))
+            queue = self.user_queues[user] = _Queue()
+        queue.unchecked[connection] = self.connections.unchecked[connection] = None
+        self._update_count(user, len(queue) - 1, len(queue))
 
-    def remove(self, guest: G, user: str) -> None:
-        queue = self.users[user]
-        queue.remove(guest)
-        self.all.remove(guest)
-        self._resized(user, len(queue) + 1, len(queue))
+    def remove(self, connection: G, user: str) -> None:
+        queue = self.user_queues[user]
+        queue.remove(connection)
+        self.connections.remove(connection)
+        self._update_count(user, len(queue) + 1, len(queue))
         if not queue:
-            del self.users[user]
+            del self.user_queues[user]
 
-    def _resized(self, user: str, before: int, after: int) -> None:
+    def _update_count(self, user: str, before: int, after: int) -> None:
         if before:
-            del self._by_size[before][user]
+            del self._users_by_count[before][user]
         if after:
-            self._by_size.setdefault(after, {})[user] = None
-        if not self._by_size[before] and before:
-            del self._by_size[before]
-        if after > self._largest or before == self._largest not in self._by_size:
-            self._largest = after
+            self._users_by_count.setdefault(after, {})[user] = None
+        if not self._users_by_count[before] and before:
+            del self._users_by_count[before]
+        if after > self._max_count or before == self._max_count not in self._users_by_count:
+            self._max_count = after
 
-    def first_to_go(self, reserved: int) -> G:
+    def next_to_evict(self, guaranteed: int) -> G:
         """Return which connection has to end: of the user that has the most, unless no user has more than this."""
-        if self._largest > reserved:
-            return self.users[next(iter(self._by_size[self._largest]))].first_to_go()
-        return self.all.first_to_go()
+        if self._max_count > guaranteed:
+            return self.user_queues[next(iter(self._users_by_count[self._max_count]))].next_to_evict()
+        return self.connections.next_to_evict()
 
 
 class Crowd(Generic[G]):
@@ -162,59 +162,59 @@ class Crowd(Generic[G]):
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account[G]] = {}
-        self._of: dict[G, tuple[str, str]] = {}
+        self._account_and_user: dict[G, tuple[str, str]] = {}
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._account_and_user)
 
-    def add(self, guest: G, user: str, account: str = EVERYONE) -> None:
+    def add(self, connection: G, user: str, account: str = EVERYONE) -> None:
         """Add a connection, the newest one, of a user whose account this is."""
-        self._of[guest] = account, user
+        self._account_and_user[connection] = account, user
         found = self._accounts.get(account)
         if found is None:
             found = self._accounts[account] = _Account()
-        found.add(guest, user)
+        found.add(connection, user)
 
-    def remove(self, guest: G) -> None:
+    def remove(self, connection: G) -> None:
         """Remove a connection, if it is there."""
-        found = self._of.pop(guest, None)
+        found = self._account_and_user.pop(connection, None)
         if found is None:
             return
         name, user = found
         account = self._accounts[name]
-        account.remove(guest, user)
+        account.remove(connection, user)
         if not account:
             del self._accounts[name]
 
-    def reduce(self, most: int, key: str) -> list[Excess[G]]:
+    def evict_excess(self, max_connections: int, limit_name: str) -> list[Excess[G]]:
         """Remove connections until no more than this are left; return them.
 
         Args:
             most: connections.
             key: the name of this limit.
         """
-        gone: list[Excess[G]] = []
-        reserved = max(1, most // _RESERVED)
-        of_strangers = max(1, most // _STRANGERS)
-        while (strangers := self._accounts.get(NO_TENANT)) or len(self) > most:
-            if strangers is not None and len(strangers) > of_strangers:
-                guest = strangers.first_to_go(reserved)
-                why = f"expected at most {of_strangers} of {NO_TENANT}, a part of {most} ({key}), got {len(strangers)}"
-            elif len(self) <= most:
+        evicted: list[Excess[G]] = []
+        guaranteed = max(1, max_connections // _GUARANTEED_DIVISOR)
+        max_without_tenant = max(1, max_connections // _NO_TENANT_DIVISOR)
+        while (strangers := self._accounts.get(NO_TENANT)) or len(self) > max_connections:
+            if strangers is not None and len(strangers) > max_without_tenant:
+                guest = strangers.next_to_evict(guaranteed)
+                why = f"expected at most {max_without_tenant} of {NO_TENANT}, a part of {max_connections} ({limit_name}), got {len(strangers)}"
+            elif len(self) <= max_connections:
                 break
             else:
-                guest = self._first_to_go(reserved) if strangers is None else strangers.first_to_go(reserved)
-                account, user = self._of[guest]
-                count = len(self._accounts[account].users[user])
-                why = f"expected at most {most} connections ({key}), got {len(self)}, of which {user} has {count}"
+                guest = self._next_to_evict(guaranteed) if strangers is None else strangers.next_to_evict(guaranteed)
+                account, user = self._account_and_user[guest]
+                count = len(self._accounts[account].user_queues[user])
+                why = f"expected at most {max_connections} connections ({limit_name}), got {len(self)}, of which {user} has {count}"
                 if account not in (EVERYONE, NO_TENANT):
                     why += f", and tenant {account} {len(self._accounts[account])}"
             self.remove(guest)
-            gone.append(Excess(guest, why))
-        return gone
+            evicted.append(Excess(guest, why))
+        return evicted
 
-    def _first_to_go(self, reserved: int) -> G:
+    def _next_to_evict(self, guaranteed: int) -> G:
         """Of the accounts that have the most, return the connection whose end costs least."""
         size = max(map(len, self._accounts.values()))
-        found = (each.first_to_go(reserved) for each in self._accounts.values() if len(each) == size)
+        found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
         return min(found, key=lambda guest: (guest.is_busy, guest.has_spoken, -guest.since))

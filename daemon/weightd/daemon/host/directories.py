@@ -29,10 +29,10 @@ def make_directory(path: Path, mode: int) -> None:
         raise ClaimError(f"{path}: expected a directory of this user, not a link or another user's")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ClaimError(f"{path}: this user cannot write there; set runtime_dir and cache_dir, or run as another user")
-    refuse_exchange(path, status)
+    check_not_replaceable(path, status)
 
 
-def refuse_exchange(path: Path, status: os.stat_result) -> None:
+def check_not_replaceable(path: Path, status: os.stat_result) -> None:
     """Refuse a directory in which every user may remove what is there and put something else in its place.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weightd.shared.transient import mentions_transient
 
 # By these a process dies of what it does itself. Whoever sends another one decides so from outside.
-_CRASHES = frozenset(
+_CRASH_SIGNALS = frozenset(
     {
         signal.SIGSEGV,
         signal.SIGFPE,
@@ -28,14 +28,14 @@ class By(enum.Enum):
 
     UNKNOWN = ""
     DAEMON = "weightd has ended it"
-    KEEPER = "its keeper is lost"
+    SHIM = "its keeper is lost"
     KERNEL = "the kernel was out of memory"
 
 
 class Lost(enum.Enum):
     """What of the daemon's own files has vanished, so that a child cannot be started."""
 
-    NOTHING = "nothing"
+    NONE = "nothing"
     SNAPSHOT = "snapshot"  # the copy of the model, or of what belongs to it
     STORE = "store"  # the pages that workers of the generation map
 
@@ -55,38 +55,38 @@ class End:
     status: int | None
     words: str = ""
     by: By = By.UNKNOWN
-    not_started: bool = False
-    lost: Lost = Lost.NOTHING
+    has_transient_start_failure: bool = False
+    missing_file: Lost = Lost.NONE
 
     @property
     def is_transient(self) -> bool:
         """Whether the cause of the end may go away by itself, as far as that is known."""
-        return self.not_started or self.from_outside or mentions_transient(self.words)
+        return self.has_transient_start_failure or self.is_external or mentions_transient(self.words)
 
     @property
-    def blames(self) -> bool:
+    def may_be_own_fault(self) -> bool:
         """Whether what it was doing may be why: it has crashed or exited. What came from outside blames nobody."""
         if self.status is None or self.by is not By.UNKNOWN:
             return False
-        return self.status >= 0 or -self.status in _CRASHES
+        return self.status >= 0 or -self.status in _CRASH_SIGNALS
 
     @property
-    def from_outside(self) -> bool:
+    def is_external(self) -> bool:
         """Whether another has ended it: a person, the kernel for want of memory, its keeper's end."""
-        return self.killed and not self.blames
+        return self.is_killed and not self.may_be_own_fault
 
     @property
-    def killed(self) -> bool:
+    def is_killed(self) -> bool:
         """Whether a signal has ended it, as far as is known: that may go better the next time."""
-        return self.by is By.KEEPER if self.status is None else self.status < 0
+        return self.by is By.SHIM if self.status is None else self.status < 0
 
     @property
-    def how(self) -> str:
+    def description(self) -> str:
         """Status or signal and who has sent it, in words; "" where there was no process."""
-        return self.by.value if self.status is None else explain(self.status, self.by)
+        return self.by.value if self.status is None else describe_status(self.status, self.by)
 
     def __str__(self) -> str:
-        return ": ".join(each for each in (self.how, self.words) if each)
+        return ": ".join(each for each in (self.description, self.words) if each)
 
 
 class Coroner:
@@ -96,32 +96,32 @@ class Coroner:
         oom_kills: returns how many processes the kernel has ended so far for want of memory.
     """
 
-    def __init__(self, oom_kills: Callable[[], int]) -> None:
-        self._oom_kills = oom_kills
+    def __init__(self, count_oom_kills: Callable[[], int]) -> None:
+        self._count_oom_kills = count_oom_kills
         # As far as their ends have been told.
-        self._told = oom_kills()
+        self._attributed_oom_kills = count_oom_kills()
         self._signalled: set[str] = set()
 
-    def signalled(self, name: str) -> None:
+    def record_signal(self, name: str) -> None:
         """The daemon has sent a child a signal."""
         self._signalled.add(name)
 
-    def end(self, name: str, status: int | None, words: str) -> End:
+    def classify(self, name: str, status: int | None, detail: str) -> End:
         """Return how a child has ended: with this status, None if it has gone with its keeper, and these last words."""
         was_signalled = name in self._signalled
         self._signalled.discard(name)
         if status is None:
-            return End(None, words, By.KEEPER)
+            return End(None, detail, By.SHIM)
         if was_signalled and status < 0:
-            return End(status, words, By.DAEMON)
-        if status == -signal.SIGKILL and self._oom_kills() > self._told:
+            return End(status, detail, By.DAEMON)
+        if status == -signal.SIGKILL and self._count_oom_kills() > self._attributed_oom_kills:
             # One of them: the ends of several are told one after another.
-            self._told += 1
-            return End(status, words, By.KERNEL)
-        return End(status, words)
+            self._attributed_oom_kills += 1
+            return End(status, detail, By.KERNEL)
+        return End(status, detail)
 
 
-def explain(status: int, by: By = By.UNKNOWN) -> str:
+def describe_status(status: int, initiator: By = By.UNKNOWN) -> str:
     """Return an exit status (negative: the signal) in words, with a hint where one helps."""
     if status >= 0:
         return f"exited with status {status}"
@@ -129,7 +129,7 @@ def explain(status: int, by: By = By.UNKNOWN) -> str:
         name = signal.Signals(-status).name
     except ValueError:
         name = f"signal {-status}"
-    hint = by.value
+    hint = initiator.value
     if -status == signal.SIGKILL and not hint:
         hint = "if nobody sent it, the kernel was out of memory: see dmesg"
     return f"killed by {name}{f' ({hint})' if hint else ''}"

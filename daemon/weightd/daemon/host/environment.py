@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
 
-_WILD = "*"
+_WILDCARD = "*"
 
 # A name, or the begin of names with * behind. What a service manager, the interpreter, the C library, the engines and
 # the libraries of their cards read.
-DEFAULT = (
+DEFAULT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "STATE_DIRECTORY", "CONFIGURATION_DIRECTORY", "JOURNAL_STREAM"),
     *("PYTHON*", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES"),
@@ -18,7 +18,7 @@ DEFAULT = (
 )
 
 
-def reduce(environment: MutableMapping[str, str], more: Sequence[str] = ()) -> None:
+def remove_unlisted(environment: MutableMapping[str, str], extra_names: Sequence[str] = ()) -> None:
     """Remove each variable that is neither in `DEFAULT` nor in `more`: children inherit what is left.
 
     An environment often has what is not for the code of models, such as passwords in the URL of a proxy.
@@ -27,8 +27,8 @@ def reduce(environment: MutableMapping[str, str], more: Sequence[str] = ()) -> N
         environment: of this process.
         more: names, or begins of names with * behind, of `pass_environment`.
     """
-    patterns = (*DEFAULT, *more)
-    names = {each for each in patterns if not each.endswith(_WILD)}
-    begins = tuple(each[: -len(_WILD)] for each in patterns if each.endswith(_WILD))
-    for name in [each for each in environment if each not in names and not each.startswith(begins)]:
+    patterns = (*DEFAULT_VARIABLES, *extra_names)
+    names = {each for each in patterns if not each.endswith(_WILDCARD)}
+    prefixes = tuple(each[: -len(_WILDCARD)] for each in patterns if each.endswith(_WILDCARD))
+    for name in [each for each in environment if each not in names and not each.startswith(prefixes)]:
         del environment[name]

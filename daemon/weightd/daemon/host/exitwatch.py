@@ -12,7 +12,7 @@ import signal
 _NO_PIDFDS = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES))
 
 
-def watch(pid: int) -> int:
+def watch_exit(pid: int) -> int:
     """Return a descriptor that becomes readable when this process's child exits. The caller closes it.
 
     Where the system has no pidfds, a thread waits for the exit and then closes the other end of a pipe. In either case
@@ -23,23 +23,23 @@ def watch(pid: int) -> int:
         OSError: no descriptor is left, or no thread can be started.
     """
     try:
-        return _pidfd(pid)
+        return _open_pidfd(pid)
     except OSError as error:
         if error.errno not in _NO_PIDFDS:
             raise
-    return _pipe(pid)
+    return _open_exit_pipe(pid)
 
 
-def unavailable() -> str:
+def unavailable_reason() -> str:
     """Return why this system has no pidfds; "" if it has them."""
     try:
-        os.close(_pidfd(os.getpid()))
+        os.close(_open_pidfd(os.getpid()))
     except OSError as error:
         return f"pidfd_open: {error.strerror}"
     return ""
 
 
-def send(descriptor: int, pid: int, number: signal.Signals) -> None:
+def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has exited.
 
     A pidfd cannot name another process by mistake. Nor can a pid, as long as the process's parent has not reaped it:
@@ -69,14 +69,14 @@ def has_exited(descriptor: int) -> bool:
     return bool(readable.poll(0))
 
 
-def _pidfd(pid: int) -> int:
+def _open_pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except AttributeError:
         raise OSError(errno.ENOSYS, "this Python was compiled for Linux before 5.3") from None
 
 
-def _pipe(pid: int) -> int:
+def _open_exit_pipe(pid: int) -> int:
     import threading  # noqa: PLC0415 - the keeper stays smaller without it
 
     reader, writer = os.pipe()

@@ -17,22 +17,22 @@ from weightd.protocol.messages.journal import Event, Events, EventsResponse
 from weightd.shared.journal import flat
 
 # A day of a service that is well; half an hour of one whose workers die all the time.
-MOST = 2000
-MOST_BYTES = 1024 * 1024
+MAX_EVENTS = 2000
+MAX_BYTES = 1024 * 1024
 
 # What others have said in it is cut: the last words of a worker, the cause of a failure.
-_TEXT_BYTES = 1024
+_MAX_TEXT_BYTES = 1024
 
 # An event beside its texts, on the wire and, about, in memory.
 _OVERHEAD_BYTES = 160
 
 # Of an answer: less than MAX_HEADER_BYTES.
-_ANSWER_BYTES = 56 * 1024
+_MAX_REPLY_BYTES = 56 * 1024
 
 _SEVERITIES = ((logging.ERROR, "error"), (logging.WARNING, "warning"))
 
 # The lines of accounts come at each interval, and would drive all else out.
-_ROUTINE = "weightd.accounts"
+_ROUTINE_LOGGER = "weightd.accounts"
 
 
 _Source = tuple[bool, str]
@@ -50,20 +50,20 @@ class Happened(logging.Handler):
         most_bytes: of all of them.
     """
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         super().__init__(logging.INFO)
-        self._most = most
-        self._most_bytes = most_bytes
+        self._max_events = max_events
+        self._max_bytes = max_bytes
         # By number, ascending; of some sources earlier ones have been dropped than of others.
-        self._kept: dict[int, Event] = {}
-        self._by_source: dict[_Source, deque[int]] = {}
-        self._of_clients = 0
+        self._events: dict[int, Event] = {}
+        self._numbers_by_source: dict[_Source, deque[int]] = {}
+        self._client_event_count = 0
         self._nbytes = 0
         # The next daemon begins later than this one has logged a million events a second.
-        self._first = self._next = time.time_ns() // 1000
+        self._first_number = self._next_number = time.time_ns() // 1000
 
     @contextlib.contextmanager
-    def listening(self) -> Generator[None, None, None]:
+    def capture_logs(self) -> Generator[None, None, None]:
         """Keep what is logged in the block."""
         log = logging.getLogger("weightd")
         log.addHandler(self)
@@ -73,50 +73,50 @@ class Happened(logging.Handler):
             log.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
-        if record.name == _ROUTINE and record.levelno < logging.WARNING:
+        if record.name == _ROUTINE_LOGGER and record.levelno < logging.WARNING:
             return
         model, generation, child = subject_of(record)
-        event = Event(self._next, record.created, _severity(record.levelno), _text(record), model, generation, child)
-        self._next += 1
+        event = Event(self._next_number, record.created, _severity(record.levelno), _text(record), model, generation, child)
+        self._next_number += 1
         client = client_of(record)
         source = (False, model) if client is None else (True, client)
-        self._kept[event.number] = event
-        self._by_source.setdefault(source, deque()).append(event.number)
-        self._of_clients += source[0]
+        self._events[event.number] = event
+        self._numbers_by_source.setdefault(source, deque()).append(event.number)
+        self._client_event_count += source[0]
         self._nbytes += _nbytes(event)
-        while len(self._kept) > self._most or self._nbytes > self._most_bytes:
-            self._drop()
+        while len(self._events) > self._max_events or self._nbytes > self._max_bytes:
+            self._drop_oldest()
 
-    def answer(self, question: Events) -> EventsResponse:
+    def query(self, request: Events) -> EventsResponse:
         """Return what has happened after the event that the question names: the first of it, as much as fits."""
         # Beyond what there is: it is of a daemon whose clock was ahead.
-        after = question.after if question.after < self._next else 0
-        later = [event for number, event in self._kept.items() if number > after]
-        told: list[Event] = []
-        nbytes = looked = 0
-        last = max(after, self._first - 1)
+        after = request.after if request.after < self._next_number else 0
+        later = [event for number, event in self._events.items() if number > after]
+        matching: list[Event] = []
+        nbytes = scanned = 0
+        last = max(after, self._first_number - 1)
         for event in later:
-            if question.model_name in ("", event.model):
+            if request.model_name in ("", event.model):
                 nbytes += _nbytes(event)
-                if len(told) == question.limit or nbytes > _ANSWER_BYTES:
+                if len(matching) == request.limit or nbytes > _MAX_REPLY_BYTES:
                     break
-                told.append(event)
-            looked += 1
+                matching.append(event)
+            scanned += 1
             last = event.number
-        if looked == len(later):
-            last = self._next - 1
-        missed = last - max(after, self._first - 1) - looked
-        return EventsResponse(question.id, tuple(told), last, len(later) - looked, max(0, missed))
+        if scanned == len(later):
+            last = self._next_number - 1
+        missed = last - max(after, self._first_number - 1) - scanned
+        return EventsResponse(request.id, tuple(matching), last, len(later) - scanned, max(0, missed))
 
-    def _drop(self) -> None:
-        is_client = 2 * self._of_clients > len(self._kept)
-        sources = [source for source in self._by_source if source[0] == is_client]
-        source = max(sources, key=lambda each: len(self._by_source[each]))
-        numbers = self._by_source[source]
-        self._nbytes -= _nbytes(self._kept.pop(numbers.popleft()))
-        self._of_clients -= is_client
+    def _drop_oldest(self) -> None:
+        is_client = 2 * self._client_event_count > len(self._events)
+        sources = [source for source in self._numbers_by_source if source[0] == is_client]
+        source = max(sources, key=lambda each: len(self._numbers_by_source[each]))
+        numbers = self._numbers_by_source[source]
+        self._nbytes -= _nbytes(self._events.pop(numbers.popleft()))
+        self._client_event_count -= is_client
         if not numbers:
-            del self._by_source[source]
+            del self._numbers_by_source[source]
 
 
 def _severity(level: int) -> str:
@@ -127,7 +127,7 @@ def _text(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     # Of a traceback the log has all.
     text = record.getMessage() if error is None else f"{record.getMessage()}: {type(error).__name__}: {error}"
-    return clip(flat(text), _TEXT_BYTES)
+    return clip(flat(text), _MAX_TEXT_BYTES)
 
 
 def _nbytes(event: Event) -> int:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 ADDRESS = "/run/systemd/journal/socket"
 
 # A journal that is busy is waited for so long, and then given the event by another way.
-_PATIENCE_S = 1.0
+_TIMEOUT_S = 1.0
 
-_TOO_LONG = (errno.EMSGSIZE, errno.ENOBUFS)
+_TOO_LONG_ERRNOS = (errno.EMSGSIZE, errno.ENOBUFS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -31,7 +31,7 @@ class Journal:
     def __init__(self, address: str) -> None:
         self._address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(_PATIENCE_S)
+        self._socket.settimeout(_TIMEOUT_S)
 
     def write(self, fields: Mapping[str, str]) -> None:
         """Write an event.
@@ -39,19 +39,19 @@ class Journal:
         Raises:
             OSError: the journal does not take it.
         """
-        event = b"".join(encoded(name, value) for name, value in fields.items())
+        event = b"".join(encode_field(name, value) for name, value in fields.items())
         try:
             self._socket.sendto(event, self._address)
         except OSError as error:
-            if error.errno not in _TOO_LONG:
+            if error.errno not in _TOO_LONG_ERRNOS:
                 raise
-            self._pass(event)
+            self._send_memfd(event)
 
     def close(self) -> None:
         """Give the descriptor back."""
         self._socket.close()
 
-    def _pass(self, event: bytes) -> None:
+    def _send_memfd(self, event: bytes) -> None:
         descriptor = os.memfd_create("weightd-event", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -63,7 +63,7 @@ class Journal:
             os.close(descriptor)
 
 
-def encoded(name: str, value: str) -> bytes:
+def encode_field(name: str, value: str) -> bytes:
     """Return a field; a value of several lines follows its length."""
     raw = value.encode("utf-8", "backslashreplace")
     if b"\n" in raw:

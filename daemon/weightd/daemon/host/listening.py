@@ -15,7 +15,7 @@ from weightd.daemon.host.directories import ClaimError, make_directory
 from weightd.shared import paths, tcp
 
 # Owner and group may connect: who is in the group is the operator's decision.
-_MAY_NOT = 0o117
+_SOCKET_UMASK = 0o117
 
 _UNIX_SCHEMES = ("unix://", "ipc://")
 
@@ -23,28 +23,28 @@ _UNIX_SCHEMES = ("unix://", "ipc://")
 # --- what somebody else has opened --------------------------------------------------------------------------------
 
 
-def addresses(descriptors: Sequence[int]) -> list[str]:
+def listen_addresses(descriptors: Sequence[int]) -> list[str]:
     """Return where these listening sockets listen: ipc://PATH, unix://PATH where it has that suffix, tcp://HOST:PORT.
 
     Raises:
         ClaimError: one is of a kind that has no such address.
     """
-    return [_address(descriptor) for descriptor in descriptors]
+    return [_listen_address(descriptor) for descriptor in descriptors]
 
 
-def _address(descriptor: int) -> str:
+def _listen_address(descriptor: int) -> str:
     try:
         listener = socket.socket(fileno=descriptor)
     except OSError as error:
         raise ClaimError(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
     try:
         name: Any = listener.getsockname()
-        stream = listener.type == socket.SOCK_STREAM
-        if stream and listener.family == socket.AF_UNIX and isinstance(name, str) and name:
+        is_stream = listener.type == socket.SOCK_STREAM
+        if is_stream and listener.family == socket.AF_UNIX and isinstance(name, str) and name:
             return f"{'unix' if name.endswith(paths.UNIX_SUFFIX) else 'ipc'}://{name}"
-        if stream and listener.family == socket.AF_INET:
+        if is_stream and listener.family == socket.AF_INET:
             return f"tcp://{name[0]}:{name[1]}"
-        if stream and listener.family == socket.AF_INET6:
+        if is_stream and listener.family == socket.AF_INET6:
             return f"tcp://[{name[0]}]:{name[1]}"
     finally:
         listener.detach()
@@ -55,20 +55,20 @@ def _address(descriptor: int) -> str:
 
 
 @contextlib.contextmanager
-def listening(address: str) -> Generator[socket.socket, None, None]:
+def listen_on(address: str) -> Generator[socket.socket, None, None]:
     """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block, and leave no path behind.
 
     Raises:
         ClaimError: somebody listens there, or something else is there, or it cannot be had.
     """
-    path = _path(address)
+    path = _unix_path(address)
     with contextlib.ExitStack() as stack:
         if path is None:
-            made = stack.enter_context(_of_tcp(address))
+            made = stack.enter_context(_bind_tcp(address))
         else:
             make_directory(path.parent.resolve(), mode=0o755)
-            stack.enter_context(claimed(path))
-            made = stack.enter_context(bound(path, address))
+            stack.enter_context(reserve_socket_path(path))
+            made = stack.enter_context(bind_unix(path, address))
         # As many wait to be accepted as the kernel allows, as on a socket of systemd's.
         made.listen(socket.SOMAXCONN)
         made.setblocking(False)
@@ -76,13 +76,13 @@ def listening(address: str) -> Generator[socket.socket, None, None]:
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Generator[None, None, None]:
+def reserve_socket_path(path: Path) -> Generator[None, None, None]:
     """Have the path for a socket within the block; what a killed process left there, and what is there then, goes.
 
     Raises:
         ClaimError: somebody listens there, or it is no socket.
     """
-    _refuse_listener(path)
+    _check_no_listener(path)
     _remove_socket(path)
     try:
         yield
@@ -91,58 +91,58 @@ def claimed(path: Path) -> Generator[None, None, None]:
             _remove_socket(path)
 
 
-def listens_on_loopback(listener: socket.socket) -> bool:
+def is_loopback_listener(listener: socket.socket) -> bool:
     """Return whether it listens over TCP where only programs of this host can connect."""
     name: Any = listener.getsockname()
     return listener.family != socket.AF_UNIX and ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
-def _path(address: str) -> Path | None:
+def _unix_path(address: str) -> Path | None:
     return next((Path(address.removeprefix(each)) for each in _UNIX_SCHEMES if address.startswith(each)), None)
 
 
-def bound(path: Path, address: str, umask: int = _MAY_NOT) -> socket.socket:
+def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.socket:
     """Return a socket that is bound to the path, which the address says to people.
 
     Raises:
         ClaimError: it cannot be had.
     """
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
-    before = os.umask(umask)
+    old_umask = os.umask(umask)
     try:
-        made.bind(str(path))
+        listener.bind(str(path))
     except OSError as error:
-        made.close()
-        raise _refused(address, error) from None
+        listener.close()
+        raise _listen_error(address, error) from None
     finally:
-        os.umask(before)
-    return made
+        os.umask(old_umask)
+    return listener
 
 
-def _of_tcp(address: str) -> socket.socket:
+def _bind_tcp(address: str) -> socket.socket:
     host, port = tcp.parts(address)
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # What the connections of an earlier daemon have left in the kernel is in nobody's way.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         name = None if host == "*" else host.strip("[]")
-        made.bind(socket.getaddrinfo(name, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4])
+        listener.bind(socket.getaddrinfo(name, port, family, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)[0][4])
     except OSError as error:
-        made.close()
-        raise _refused(address, error) from None
-    return made
+        listener.close()
+        raise _listen_error(address, error) from None
+    return listener
 
 
-def _refused(address: str, error: OSError) -> ClaimError:
+def _listen_error(address: str, error: OSError) -> ClaimError:
     # What Python itself refuses, such as a path that is too long, has no number.
     return ClaimError(f"cannot listen on {address}: {error.strerror or error}")
 
 
-def _refuse_listener(path: Path) -> None:
+def _check_no_listener(path: Path) -> None:
     """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from weightd.daemon.host import journal
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 from weightd.shared.journal import flat, prefixed, priority_of, to_journal
 
 _log = logging.getLogger("weightd")
@@ -25,14 +25,14 @@ def set_up(level: int) -> None:
     handler: logging.Handler
     if to_journal(os.environ, _STDERR):
         handler = JournalHandler(journal.Journal(journal.ADDRESS))
-        sys.excepthook = _crashed
+        sys.excepthook = _log_uncaught
     else:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(LineFormatter("%(asctime)s %(levelname)-7s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
     line = flat(f"weightd: {text}")
     print(prefixed(line, priority_of(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
@@ -48,9 +48,9 @@ class LineFormatter(logging.Formatter):
 class JournalHandler(logging.Handler):
     """Gives each event to the journal, with what it is about as fields; where that cannot be, to stderr by lines."""
 
-    def __init__(self, to: journal.Journal) -> None:
+    def __init__(self, writer: journal.Journal) -> None:
         super().__init__()
-        self._journal = to
+        self._journal = writer
         # Time and level are fields there and not part of the text.
         self.setFormatter(LineFormatter("%(message)s"))
 
@@ -68,18 +68,18 @@ class JournalHandler(logging.Handler):
         super().close()
 
 
-def about(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
+def subject_extra(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
     """Return `extra` of an event: what it is about, for who asks the journal."""
     fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
-    return with_fields({name: value for name, value in fields.items() if value})
+    return fields_extra({name: value for name, value in fields.items() if value})
 
 
-def with_fields(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def fields_extra(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return `extra` of an event with these fields in the journal."""
     return {_FIELDS: {**fields}}
 
 
-def of_client(client: str) -> dict[str, dict[str, str]]:
+def client_extra(client: str) -> dict[str, dict[str, str]]:
     """Return `extra` of an event that a client has caused: a user, a host or a tenant; "" if it is not known which."""
     return {_FIELDS: {"CLIENT": client}}
 
@@ -97,11 +97,11 @@ def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
     return fields.get("MODEL", ""), None if generation is None else int(generation), fields.get("CHILD", "")
 
 
-def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Log what nobody has caught: Python would print it without a priority."""
     _log.critical("weightd fails", exc_info=(kind, error, trace))
 
 
-def warn_of_shortage(text: str) -> None:
+def log_resource_error(text: str) -> None:
     """Log a warning whose cause may be a limit of the system."""
-    logging.getLogger("weightd").warning("%s", explained(text))
+    logging.getLogger("weightd").warning("%s", with_limit_hint(text))

@@ -34,19 +34,19 @@ class Membership:
         tables: of all tenants; none of their identities is in two tables.
     """
 
-    def __init__(self, tables: Iterable[Members]) -> None:
+    def __init__(self, members: Iterable[Members]) -> None:
         self._by_uid: dict[int, str] = {}
         self._by_gid: dict[int, str] = {}
         self._by_key: dict[str, str] = {}
         self._default: str | None = None
-        for each in tables:
+        for each in members:
             self._by_uid.update(dict.fromkeys(each.uids, each.tenant))
             self._by_gid.update(dict.fromkeys(each.gids, each.tenant))
             self._by_key.update(dict.fromkeys(each.keys, each.tenant))
             if each.is_default:
                 self._default = each.tenant
 
-    def of(self, uid: int | None, gids: Sequence[int], key: str, default: str | None = None) -> str | None:
+    def tenant_of(self, uid: int | None, gids: Sequence[int], key: str, default: str | None = None) -> str | None:
         """Return the name of a client's tenant, None if it belongs to no tenant.
 
         The key comes before the user id, and the user id before the groups, in the order in which the kernel names
@@ -58,11 +58,11 @@ class Membership:
             key: the public key in Z85; "" where the client has shown none.
             default: the tenant of a client that is in no table, instead of the default tenant.
         """
-        known = self._by_key.get(key)
-        if known is not None or uid == _HIDDEN_UID:
-            return known
+        tenant = self._by_key.get(key)
+        if tenant is not None or uid == _HIDDEN_UID:
+            return tenant
         if uid is not None:
-            known = self._by_uid.get(uid)
-            if known is None:
-                known = next((self._by_gid[gid] for gid in gids if gid in self._by_gid), None)
-        return known if known is not None else default or self._default
+            tenant = self._by_uid.get(uid)
+            if tenant is None:
+                tenant = next((self._by_gid[gid] for gid in gids if gid in self._by_gid), None)
+        return tenant if tenant is not None else default or self._default

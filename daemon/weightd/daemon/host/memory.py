@@ -23,12 +23,12 @@ class Held(NamedTuple):
             forked.
     """
 
-    pss: int
-    own: int
-    anonymous: int
+    pss_bytes: int
+    private_bytes: int
+    anonymous_bytes: int
 
 
-def held(pid: int) -> Held | None:
+def read_process_memory(pid: int) -> Held | None:
     """Return what the process takes; None when it is gone or not ours to look at."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
@@ -38,7 +38,7 @@ def held(pid: int) -> Held | None:
         return None
 
 
-def host_bytes() -> int:
+def host_memory_bytes() -> int:
     """Return how much memory this process may hope for: the host's, or what its control group has of it."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     group = cgroup.memory()
@@ -61,7 +61,7 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     return available if group is None else min(available, group)
 
 
-def trim() -> None:
+def trim_heap() -> None:
     """Give memory that was freed back to the kernel; takes a few milliseconds for each 50 MiB.
 
     The allocator keeps it else, once it has had large frames. To have it map those each time (M_MMAP_THRESHOLD) makes
@@ -79,7 +79,7 @@ def resident_bytes(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            return _resident(file.fileno(), size) if size else 0
+            return _count_resident_bytes(file.fileno(), size) if size else 0
     except OSError:
         return 0
 
@@ -94,7 +94,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def _resident(descriptor: int, size: int) -> int | None:
+def _count_resident_bytes(descriptor: int, size: int) -> int | None:
     # Python's own mmap gives no address of a read-only mapping.
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightd.daemon.host import exitwatch, spawning
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.shortage import with_limit_hint
 
 # Of a log that may be long, this much tells the cause.
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
 
 # How Python's faulthandler begins a dump.
-_DUMP = "Fatal Python error"
+_DUMP_PREFIX = "Fatal Python error"
 
 # PF_EXITING of the kernel's include/linux/sched.h, in the seventh field after the name in /proc/PID/stat.
-_EXITING = 0x4
-_FLAGS = 6
+_PF_EXITING = 0x4
+_FLAGS_FIELD = 6
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     *,
     stdout: int | None = None,
-    order: bytes = b"",
+    stdin_data: bytes = b"",
 ) -> Process:
     """Start a child in a session of its own, so that a terminal's Ctrl-C reaches the daemon alone.
 
@@ -63,21 +63,21 @@ def start(
     Raises:
         OSError: it cannot be started.
     """
-    with log.open("ab") as output, given(order) as stdin:
+    with log.open("ab") as output, stdin_memfd(stdin_data) as stdin:
         descriptors = stdin, output.fileno() if stdout is None else stdout, output.fileno()
         pid = spawning.spawn(argv, os.environ if environment is None else environment, descriptors)
     return adopt(pid, log)
 
 
 @contextlib.contextmanager
-def given(order: bytes) -> Generator[int, None, None]:
+def stdin_memfd(stdin_data: bytes) -> Generator[int, None, None]:
     """Yield a descriptor from which a child reads these bytes, and then the end.
 
     Raises:
         OSError: there is no memory for them, or no descriptor is left.
     """
     with os.fdopen(os.memfd_create("weightd-order", os.MFD_CLOEXEC), "r+b") as file:
-        file.write(order)
+        file.write(stdin_data)
         file.seek(0)
         yield file.fileno()
 
@@ -91,7 +91,7 @@ def adopt(pid: int, log: Path) -> Process:
     # As long as it has not been waited for, its pid is its own; and nobody else can.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     try:
-        pidfd = exitwatch.watch(pid)
+        pidfd = exitwatch.watch_exit(pid)
     except OSError:
         # Nobody could watch it.
         os.kill(pid, signal.SIGKILL)
@@ -102,10 +102,10 @@ def adopt(pid: int, log: Path) -> Process:
 
 def kill(process: Process, number: signal.Signals = signal.SIGKILL) -> None:
     """Send the child a signal, unless it has exited; its pidfd becomes readable when it is gone."""
-    exitwatch.send(process.pidfd, process.pid, number)
+    exitwatch.send_signal(process.pidfd, process.pid, number)
 
 
-def lives(process: Process) -> bool:
+def is_alive(process: Process) -> bool:
     """Return whether the child is neither gone nor going.
 
     A process that exits gives its memory and its descriptors back first, and its pidfd tells afterwards: on a busy
@@ -120,7 +120,7 @@ def lives(process: Process) -> bool:
         pass  # no descriptor is left to ask with: the pidfd has to do
     else:
         # The name, in parentheses, may hold anything.
-        is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS]) & _EXITING)
+        is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS_FIELD]) & _PF_EXITING)
     # Asked last: as long as it has not been waited for, its pid is its own.
     return not is_exiting and not exitwatch.has_exited(process.pidfd)
 
@@ -131,7 +131,7 @@ def reap(process: Process) -> int | None:
     return process.wait()
 
 
-def last_words(process: Process) -> str:
+def log_tail(process: Process) -> str:
     """Return the end of the child's log, on one line; first the limit of the system that it tells of, if it does."""
     try:
         with process.log.open("rb") as log:
@@ -141,5 +141,5 @@ def last_words(process: Process) -> str:
         return ""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     # The last lines tell most; of a dump of stacks it is the first ones that tell where it was.
-    dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
-    return explained(" | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES]))
+    dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP_PREFIX)), len(lines))
+    return with_limit_hint(" | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES]))

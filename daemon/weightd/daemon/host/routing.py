@@ -8,7 +8,7 @@ import os
 _libc = ctypes.CDLL(None)
 
 
-def seed() -> None:
+def seed_routing_ids() -> None:
     """Let nobody know which ones the next ROUTER socket will give.
 
     libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it

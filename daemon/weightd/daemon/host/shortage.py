@@ -15,7 +15,7 @@ from pathlib import Path
 from weightd.daemon.host import cgroup
 from weightd.daemon.host.directories import ClaimError
 
-_REFUSED = "Resource temporarily unavailable"
+_EAGAIN_TEXT = "Resource temporarily unavailable"
 
 
 class Shortage(enum.Enum):
@@ -28,13 +28,13 @@ class Shortage(enum.Enum):
 
 
 # In this order: the text of the host's limit begins with that of the process's.
-_SIGNS = {
+_PATTERNS = {
     Shortage.TASKS: re.compile(
         r"can't start new thread"
-        rf"|pthread_create\b[^|]{{0,200}}(?:fail|EAGAIN|{_REFUSED})"
-        rf"|{_REFUSED} \([\w/]*thread\.cpp"
+        rf"|pthread_create\b[^|]{{0,200}}(?:fail|EAGAIN|{_EAGAIN_TEXT})"
+        rf"|{_EAGAIN_TEXT} \([\w/]*thread\.cpp"
         r"|(?:\bfork\b|fork_exec|\bclone\b|posix_spawn|system_error|cannot (?:be )?(?:start|run)|cannot take a snap)"
-        rf".{{0,300}}{_REFUSED}",
+        rf".{{0,300}}{_EAGAIN_TEXT}",
         re.DOTALL,
     ),
     Shortage.HOST_FILES: re.compile("Too many open files in system"),
@@ -43,20 +43,20 @@ _SIGNS = {
 }
 
 
-def shortage(text: str) -> Shortage | None:
+def find_shortage(text: str) -> Shortage | None:
     """Return what is missing according to an error text or the end of a log; None if it is something else."""
-    return next((what for what, sign in _SIGNS.items() if sign.search(text)), None)
+    return next((what for what, sign in _PATTERNS.items() if sign.search(text)), None)
 
 
-def explained(text: str, proc: Path = Path("/proc/self")) -> str:
+def with_limit_hint(text: str, proc: Path = Path("/proc/self")) -> str:
     """Return an error text, after the limit of the system that is its cause, if it shows one.
 
     Args:
         text: the error, or the end of the log of a child.
         proc: the directory in /proc of this process; a child has the same limits.
     """
-    what = shortage(text)
-    return text if what is None else f"{_EXPLANATIONS[what](proc)}; original error: {text}"
+    kind = find_shortage(text)
+    return text if kind is None else f"{_EXPLANATIONS[kind](proc)}; original error: {text}"
 
 
 def check_threads(count: int) -> None:
@@ -65,74 +65,74 @@ def check_threads(count: int) -> None:
     Raises:
         ClaimError: it may not; the text names the limit.
     """
-    release = threading.Event()
+    stop = threading.Event()
     started: list[threading.Thread] = []
     try:
         for _ in range(count):
-            thread = threading.Thread(target=release.wait)
+            thread = threading.Thread(target=stop.wait)
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        raise ClaimError(explained(str(error))) from None
+        raise ClaimError(with_limit_hint(str(error))) from None
     finally:
-        release.set()
+        stop.set()
         for thread in started:
             thread.join()
 
 
-def _tasks(proc: Path) -> str:
-    limits = _own("RLIMIT_NPROC", resource.RLIMIT_NPROC, "LimitNPROC= or ulimit -u")
+def _explain_tasks(proc: Path) -> str:
+    limits = _own_limit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "LimitNPROC= or ulimit -u")
     group = cgroup.tasks(proc)
     if group is not None:
-        limits[f"pids.max {group.limit} of {group.directory}{_in_use(group.used)}"] = (
+        limits[f"pids.max {group.limit} of {group.directory}{_used_suffix(group.used)}"] = (
             "TasksMax= or the container's limit"
         )
-    return _text(
+    return _format_explanation(
         "cannot start a process or thread: the limit of processes and threads is reached",
         limits or {"kernel.threads-max or kernel.pid_max": "these settings of the host"},
     )
 
 
-def _files(_: Path) -> str:
-    limits = _own("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "LimitNOFILE= or ulimit -n")
-    return _text("cannot open a file: the limit of open files is reached", limits)
+def _explain_files(_: Path) -> str:
+    limits = _own_limit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "LimitNOFILE= or ulimit -n")
+    return _format_explanation("cannot open a file: the limit of open files is reached", limits)
 
 
-def _host_files(_: Path) -> str:
+def _explain_host_files(_: Path) -> str:
     limits = {"fs.file-max": "this setting of the host"}
-    return _text("cannot open a file: the limit of open files of the host is reached", limits)
+    return _format_explanation("cannot open a file: the limit of open files of the host is reached", limits)
 
 
-def _memory(proc: Path) -> str:
-    limits = _own("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v")
+def _explain_memory(proc: Path) -> str:
+    limits = _own_limit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v")
     group = cgroup.memory(proc)
     if group is not None and group.limit_bytes is not None:
-        used = _in_use(group.usage_bytes)
+        used = _used_suffix(group.usage_bytes)
         limits[f"{group.limit_bytes} bytes for the control group{used}"] = "MemoryMax= or the container's limit"
-    return _text(
+    return _format_explanation(
         "cannot allocate memory: the limit of memory is reached",
         limits or {"the memory of the host, vm.overcommit_memory or vm.max_map_count": "it, or load fewer workers"},
     )
 
 
 _EXPLANATIONS = {
-    Shortage.TASKS: _tasks,
-    Shortage.FILES: _files,
-    Shortage.HOST_FILES: _host_files,
-    Shortage.MEMORY: _memory,
+    Shortage.TASKS: _explain_tasks,
+    Shortage.FILES: _explain_files,
+    Shortage.HOST_FILES: _explain_host_files,
+    Shortage.MEMORY: _explain_memory,
 }
 
 
-def _own(name: str, number: int, remedy: str) -> dict[str, str]:
+def _own_limit(name: str, number: int, remedy: str) -> dict[str, str]:
     """Return the soft limit of this process, if it has one, and what raises it."""
     soft, _ = resource.getrlimit(number)
     return {} if soft == resource.RLIM_INFINITY else {f"{name} {soft}": remedy}
 
 
-def _in_use(used: int | None) -> str:
+def _used_suffix(used: int | None) -> str:
     return "" if used is None else f", {used} in use"
 
 
-def _text(what: str, limits: Mapping[str, str]) -> str:
+def _format_explanation(what: str, limits: Mapping[str, str]) -> str:
     """Say what cannot be had; `limits` are those that may be the cause, each with what raises it."""
     return f"{what} ({'; '.join(limits)}); raise {', '.join(limits.values())}"

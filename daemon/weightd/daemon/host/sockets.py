@@ -12,18 +12,18 @@ import zmq
 
 from weightd.daemon.host.directories import ClaimError
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.host.routing import seed
+from weightd.daemon.host.routing import seed_routing_ids
 from weightd.protocol import limits
 from weightd.shared import multipart
 
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
-BATCH = 64
+RECEIVE_BATCH_SIZE = 64
 
 # Plain integers: pyzmq's own are slower.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 # Only this user may connect.
-PRIVATE = 0o177
+PRIVATE_UMASK = 0o177
 
 # The last answers of a daemon that stops get this long to leave.
 LINGER_MS = 1000
@@ -40,31 +40,31 @@ class Received(NamedTuple):
     identity: zmq.Frame
 
 
-def bind(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """Return a ROUTER socket bound to `address`, to which processes of this user can connect.
 
     Raises:
         ClaimError: the address cannot be bound.
     """
-    seed()
+    seed_routing_ids()
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     # A peer that is gone is an error here, not a silent drop.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
-    before = os.umask(PRIVATE)
+    old_umask = os.umask(PRIVATE_UMASK)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)
         raise ClaimError(f"cannot listen on {address}: {error.strerror}") from None
     finally:
-        os.umask(before)
+        os.umask(old_umask)
     return socket
 
 
-def watch(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
+def watch_socket(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
     """Have a loop call `handler` whenever a socket is readable.
 
     The descriptor of a ZeroMQ socket reports once that a message has come, and whoever uses the socket next may take
@@ -72,20 +72,20 @@ def watch(loop: Loop, socket: zmq.Socket[bytes], handler: Callable[[], object]) 
     whoever has used the socket outside of the handler calls what is returned.
     """
 
-    def look() -> None:
+    def check_readable() -> None:
         if int(socket.getsockopt(_EVENTS)) & _POLLIN:
-            use()
+            schedule_check()
             handler()
 
-    use = functools.partial(loop.soon, look)
-    loop.add(int(socket.FD), use)
-    use()
-    return use
+    schedule_check = functools.partial(loop.call_soon, check_readable)
+    loop.add(int(socket.FD), schedule_check)
+    schedule_check()
+    return schedule_check
 
 
-def receive(socket: zmq.Socket[bytes]) -> Iterator[Received]:
+def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[Received]:
     """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
-    for _ in range(BATCH):
+    for _ in range(RECEIVE_BATCH_SIZE):
         try:
             identity, *frames = multipart.receive(socket, multipart.NOBLOCK)
         except zmq.Again:

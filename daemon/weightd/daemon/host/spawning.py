@@ -41,32 +41,32 @@ class _Order(NamedTuple):
 
     argv: Sequence[str]
     environment: Mapping[str, str]
-    descriptors: int
-    session: bool
+    descriptor_count: int
+    start_new_session: bool
 
 
 class _Spawner:
     """The thread, and this process's end of the socket that passes descriptors to it."""
 
     def __init__(self) -> None:
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self._lock = threading.Lock()
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._results: SimpleQueue[int | BaseException] = SimpleQueue()
-        self._ours, theirs = socket.socketpair()
-        ours, number = self._ours.fileno(), theirs.detach()
+        self._socket, theirs = socket.socketpair()
+        ours, number = self._socket.fileno(), theirs.detach()
         # A handler of signals writes to a descriptor that the thread does not have.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with _uncollected():
+            with _gc_disabled():
                 threading.Thread(target=self._run, args=(ours, number), name="spawning", daemon=True).start()
                 failure = self._results.get()
         except RuntimeError as error:
-            self._ours.close()
+            self._socket.close()
             os.close(number)
             raise OSError(errno.EAGAIN, str(error)) from None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         if failure:
             _log.warning("new processes may wait for descriptors of clients: unshare: %s", failure)
         else:
@@ -74,8 +74,8 @@ class _Spawner:
 
     def spawn(self, order: _Order, descriptors: Sequence[int]) -> int:
         """Start a process; return its pid."""
-        with self._lock, _uncollected():
-            socket.send_fds(self._ours, [b"\0"], descriptors)
+        with self._lock, _gc_disabled():
+            socket.send_fds(self._socket, [b"\0"], descriptors)
             self._orders.put(order)
             result = self._results.get()
         if isinstance(result, BaseException):
@@ -105,17 +105,17 @@ class _Spawner:
 
 # The one of this process; a process that it forks has no such thread.
 _spawners: list[_Spawner] = []
-_beginning = threading.Lock()
+_start_lock = threading.Lock()
 
 
-def begin() -> None:
+def start_thread() -> None:
     """Start the thread, unless this process has it: it should be there before there are clients.
 
     Raises:
         OSError: there cannot be another thread, or no descriptors are left.
     """
-    with _beginning:
-        if not _spawners or _spawners[0].process != os.getpid():
+    with _start_lock:
+        if not _spawners or _spawners[0].pid != os.getpid():
             _spawners[:] = [_Spawner()]
 
 
@@ -137,18 +137,18 @@ def spawn(
     Raises:
         OSError: it cannot be started.
     """
-    begin()
+    start_thread()
     return _spawners[0].spawn(_Order(argv, environment, len(descriptors), session), descriptors)
 
 
 def _spawn(link: socket.socket, order: _Order) -> int:
     received = array.array("i")
     # Not `recv_fds`: Python 3.11 ignores its flags.
-    _, messages, _, _ = link.recvmsg(1, socket.CMSG_LEN(order.descriptors * received.itemsize), socket.MSG_CMSG_CLOEXEC)
+    _, messages, _, _ = link.recvmsg(1, socket.CMSG_LEN(order.descriptor_count * received.itemsize), socket.MSG_CMSG_CLOEXEC)
     for _, _, content in messages:
         received.frombytes(content)
     try:
-        if len(received) < order.descriptors:
+        if len(received) < order.descriptor_count:
             # The kernel has dropped some.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return os.posix_spawnp(
@@ -157,7 +157,7 @@ def _spawn(link: socket.socket, order: _Order) -> int:
             order.environment,
             # None is overwritten before it is copied: the kernel has given them in ascending order, past these numbers.
             file_actions=[(os.POSIX_SPAWN_DUP2, each, number) for number, each in enumerate(received)],
-            setsid=order.session,
+            setsid=order.start_new_session,
             setsigmask=[signal.SIGINT],
             setsigdef=_IGNORED_BY_PYTHON,
         )
@@ -177,7 +177,7 @@ def _unshare() -> None:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Generator[None, None, None]:
+def _gc_disabled() -> Generator[None, None, None]:
     """Collect no garbage in the block: a file that the thread finalized would stay open in this process."""
     enabled = gc.isenabled()
     gc.disable()

@@ -9,7 +9,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-_FOREVER = float("inf")
+_NEVER = float("inf")
 
 _serial = itertools.count()
 
@@ -32,11 +32,11 @@ class Timer:
     __slots__ = ("_entries", "_handler", "_heap", "_serial", "due")
 
     def __init__(self, handler: Handler) -> None:
-        self.due = _FOREVER
+        self.due = _NEVER
         self._handler = handler
         self._heap: Heap = []
         # Its times in the heap, the soonest last.
-        self._entries = [_FOREVER]
+        self._entries = [_NEVER]
         self._serial = next(_serial)
 
     def set(self, due: float) -> None:
@@ -46,18 +46,18 @@ class Timer:
             self._entries.append(due)
             heapq.heappush(self._heap, (due, self._serial, self))
 
-    def due_by(self, latest: float) -> None:
+    def set_no_later_than(self, latest: float) -> None:
         """Be due then at the latest."""
         if latest < self.due:
             self.set(latest)
 
-    def enter(self, heap: Heap) -> None:
+    def attach(self, heap: Heap) -> None:
         """Belong to this heap from now on."""
         self._heap = heap
-        self._entries = [_FOREVER]
+        self._entries = [_NEVER]
         self.set(self.due)
 
-    def reached(self, now: float) -> bool:
+    def on_entry_popped(self, now: float) -> bool:
         """Its soonest time has left the heap: return whether it is due."""
         self._entries.pop()
         if self.due <= now:
@@ -68,7 +68,7 @@ class Timer:
     def fire(self, now: float) -> None:
         """Call the handler, unless it was put off meanwhile."""
         if self.due <= now:
-            self.due = _FOREVER
+            self.due = _NEVER
             self._handler(now)
 
 
@@ -87,14 +87,14 @@ class Timers:
 
     def add(self, timer: Timer) -> None:
         """Have it called when it is due, as was set before or will be."""
-        timer.enter(self.heap)
+        timer.attach(self.heap)
 
-    def run(self, now: float) -> None:
+    def run_due(self, now: float) -> None:
         """Call each that is due; one that a handler sets to a time that has passed waits for the next call."""
         due: dict[Timer, None] = {}
         while self.heap and self.heap[0][0] <= now:
             timer = heapq.heappop(self.heap)[2]
-            if timer.reached(now):
+            if timer.on_entry_popped(now):
                 due[timer] = None
         for timer in due:
             timer.fire(now)

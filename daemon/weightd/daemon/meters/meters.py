@@ -50,7 +50,7 @@ class Meters:
         """These are all there are: forget the others."""
         self._models = {name: counters for name, counters in self._models.items() if name in models}
 
-    def figures(self) -> Iterator[MeterFigures]:
+    def records(self) -> Iterator[MeterFigures]:
         """Yield what is to be written down."""
         for model, counters in list(self._models.items()):
             yield MeterFigures(
@@ -65,9 +65,9 @@ class Meters:
                 min(counters.mismatches, MOST_COUNT),
             )
 
-    def restore(self, written: Iterable[MeterFigures]) -> None:
+    def restore(self, records: Iterable[MeterFigures]) -> None:
         """Go on from what was written down."""
-        for each in written:
+        for each in records:
             counters = self.of(each.model)
             counters.requests.restore(each.requests)
             counters.queue.restore(each.queue)

@@ -47,14 +47,14 @@ class Totals:
         """Answers that could not be sent, by this daemon and those before it."""
         return self._dropped_before + self._dropped()
 
-    def figures(self) -> Iterator[TotalFigures]:
+    def records(self) -> Iterator[TotalFigures]:
         """Yield what is to be written down."""
         counted = self.reloads, self.refused_reloads, self.dropped
         yield TotalFigures(*(min(each, MOST_COUNT) for each in counted))
 
-    def restore(self, written: Iterable[TotalFigures]) -> None:
+    def restore(self, records: Iterable[TotalFigures]) -> None:
         """Go on from what was written down."""
-        for each in written:
+        for each in records:
             self.reloads += each.reloads
             self.refused_reloads += each.refused_reloads
             self._dropped_before += each.dropped

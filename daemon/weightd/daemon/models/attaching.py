@@ -36,7 +36,7 @@ class Attaching:
     """
 
     def __init__(
-        self, free_bytes: Callable[[], int] = memory.free_bytes, usable_cores: Callable[[], int] = cores.usable
+        self, free_bytes: Callable[[], int] = memory.free_bytes, usable_cores: Callable[[], int] = cores.usable_core_count
     ) -> None:
         self._free_bytes = free_bytes
         self._usable_cores = usable_cores

@@ -173,7 +173,7 @@ class Crew:
     def on_exit(self, child: str, exit_cause: End, now: float) -> None:
         """A child has exited."""
         entry = self._by_process.pop(child, None)
-        if entry is not None and exit_cause.lost is Lost.SNAPSHOT:
+        if entry is not None and exit_cause.missing_file is Lost.SNAPSHOT:
             self._snapshots.on_lost(entry[1].source)
         if entry is not None and not self._can_trust_answers(entry[1]):
             self.verify_store(*entry, now)

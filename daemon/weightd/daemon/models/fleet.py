@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.config.model import ModelConfig
-from weightd.daemon.host.logs import about
+from weightd.daemon.host.logs import subject_extra
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
@@ -167,7 +167,7 @@ class Fleet:
         self._discard_successor(model, now)
         model.note = ""
         if model.config != config and model.reconfigure(config):
-            _log.info("%s: the changed configuration is in force, nothing had to be loaded", name, extra=about(name))
+            _log.info("%s: the changed configuration is in force, nothing had to be loaded", name, extra=subject_extra(name))
         elif model.config != config:
             self.changing.append(model)
             model.successor = self._make_named(name, config)
@@ -191,10 +191,10 @@ class Fleet:
             self.models[name] = new
             new.adopt_requests(old, now)
             old.drain(now, timeout_s=old.config.predict_timeout, is_replaced=True)
-            _log.info("%s: the changed configuration is in force", name, extra=about(name))
+            _log.info("%s: the changed configuration is in force", name, extra=subject_extra(name))
         elif new.has_failed:
             old.note = f"the changed configuration is not in force: {new.unready_reason(now)}"
-            _log.error("%s: %s", name, old.note, extra=about(name))
+            _log.error("%s: %s", name, old.note, extra=subject_extra(name))
             self._discard_successor(old, now)
 
     def _remove_if_drained(self, model: Model, now: float) -> None:
@@ -209,4 +209,4 @@ class Fleet:
             model.remove_snapshots()
             self.changing.remove(model)
             self._past_deaths += model.deaths
-            _log.info("%s: a model that is served no more has left", model.name, extra=about(model.name))
+            _log.info("%s: a model that is served no more has left", model.name, extra=subject_extra(model.name))

@@ -98,7 +98,7 @@ class HouseCrew(Crew):
         if entry is None:
             return
         deployment, generation = entry
-        if exit_cause.lost is Lost.SNAPSHOT:
+        if exit_cause.missing_file is Lost.SNAPSHOT:
             self._shared_process.on_snapshots_lost()
         if not self._can_trust_answers(generation):
             self._release_slots(child)

@@ -175,8 +175,8 @@ class Household:
             device,
             threads=config.threads,
             sharing=False,
-            why_spawned="what drives a card does not survive a fork",
-            members=Members(self.group.share, tuple(members)).json(),
+            spawn_reason="what drives a card does not survive a fork",
+            members_json=Members(self.group.share, tuple(members)).json(),
         )
 
     def _snapshots(self) -> list[Snapshot] | None:

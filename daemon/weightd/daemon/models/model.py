@@ -70,7 +70,7 @@ class Model:
         self.successor: Model | None = None
         self.config = config
         self.timer = Timer(self.tick)
-        self.dispatcher = Desk(name, config, client_notifier, process_manager.send_order, self.timer.due_by)
+        self.dispatcher = Desk(name, config, client_notifier, process_manager.send_order, self.timer.set_no_later_than)
         self.deployments = [
             Deployment(room, terms, rollout_policy(config), make_generation=self._make_generation, wake=self._wake)
             for room, terms in placements(config, devices)
@@ -435,7 +435,7 @@ class Model:
     def _wake(self) -> None:
         """A device has room again that one of the deployments waits for."""
         self._next_tick_at = 0.0
-        self.timer.due_by(0.0)
+        self.timer.set_no_later_than(0.0)
 
     def _reconcile(self, now: float) -> None:
         """After each event of a generation: do what it wants, and serve what it now allows."""

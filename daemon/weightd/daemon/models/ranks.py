@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from weightd.daemon.children.launch import Program, program
-from weightd.daemon.children.meeting import Place, free_port, rank_program, written_table
+from weightd.daemon.children.launch import Program, worker_program
+from weightd.daemon.children.meeting import Place, free_port, rank_program, generate_rank_table
 from weightd.daemon.children.owner import Snapshot
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.policies import Policy
@@ -55,7 +55,7 @@ class Places:
         """Return what a child of the generation runs, whatever that is."""
         child, group_spec = generation.children[name], generation.spec.rank_group
         if group_spec is None:
-            return program(config, generation, snapshot, child.device)
+            return worker_program(config, generation, snapshot, child.device)
         rendezvous = self._by_label.get(generation.label)
         if rendezvous is None:
             port = placement.port(generation.label) if isinstance(placement, Cards) else 0
@@ -86,9 +86,9 @@ def _generation_spec(config: ModelConfig, ranks: Ranks, group: tuple[str, ...]) 
 def _make_rendezvous(config: ModelConfig, group_spec: RankTerms, snapshot: Snapshot, card_port: int) -> Place:
     ranks = config.ranks
     port = free_port() if group_spec.has_broker else 0
-    if ranks is not None and snapshot.tables:
-        return Place(port, table=snapshot.tables[ranks.groups.index(group_spec.devices)])
+    if ranks is not None and snapshot.rank_tables:
+        return Place(port, rank_table_path=snapshot.rank_tables[ranks.groups.index(group_spec.devices)])
     return Place(
         port,
-        text=written_table(group_spec.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
+        rank_table_text=generate_rank_table(group_spec.devices, ranks.device_ips, card_port) if ranks is not None and ranks.is_table_generated else "",
     )

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from weightd.daemon.children.owner import SliceSnapshot, Snapshot
-from weightd.daemon.children.pinning import directory_name
+from weightd.daemon.children.pinning import snapshot_directory_name
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
@@ -64,7 +64,7 @@ class SourceRecord:
         slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
         fields = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
         grants = GrantRecord(*source.grant), GrantRecord(*source.weights_grant)
-        return cls(source.number, source.path, source.weights, *fields, slices, there.tables, *grants)
+        return cls(source.number, source.path, source.weights, *fields, slices, there.rank_tables, *grants)
 
     @property
     def restored_source(self) -> Source:
@@ -104,7 +104,7 @@ class ModelRecord:
     @property
     def directories(self) -> list[str]:
         """The names of the directories of its generations and snapshots."""
-        snapshots = [directory_name(self.name, each.number) for each in self.sources]
+        snapshots = [snapshot_directory_name(self.name, each.number) for each in self.sources]
         return [*(f"{self.name}.{each.number}" for each in self.generations), *snapshots]
 
 

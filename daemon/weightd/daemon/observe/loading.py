@@ -34,13 +34,13 @@ class Loading:
         # By the label of the generation.
         self._loads: dict[str, Load] = {}
 
-    def figures(self) -> Iterator[PaceFigures]:
+    def records(self) -> Iterator[PaceFigures]:
         """Yield what is to be written down for the next daemon."""
         yield from [PaceFigures(model, speed) for model, speed in self.paces.items()]
 
-    def restore(self, written: Sequence[PaceFigures]) -> None:
+    def restore(self, records: Sequence[PaceFigures]) -> None:
         """A daemon before this one has seen this."""
-        for each in written:
+        for each in records:
             self._remember(each.model, each.pace)
 
     def look(self, models: Iterable[Model], now: float) -> None:

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.life import Life
-from weightd.daemon.host.memory import held, resident_bytes
-from weightd.daemon.host.shortage import explained
+from weightd.daemon.host.memory import read_process_memory, resident_bytes
+from weightd.daemon.host.shortage import with_limit_hint
 from weightd.daemon.models.model import Model
 from weightd.daemon.observe.metrics import Footing
 from weightd.shared.devices import is_cpu
@@ -126,12 +126,12 @@ class Memory:
                 self._start(lambda: self._measure(own_pids, asked))
             except RuntimeError as error:
                 self._is_measuring = False
-                _log.warning("the memory of the processes is not measured: %s", explained(str(error)))
+                _log.warning("the memory of the processes is not measured: %s", with_limit_hint(str(error)))
         return self._found
 
     def _measure(self, own_pids: Sequence[int], asked: Subject) -> None:
         try:
-            own = [found.pss for pid in own_pids if (found := held(pid)) is not None]
+            own = [found.pss_bytes for pid in own_pids if (found := read_process_memory(pid)) is not None]
             footings = {name: footing(each) for name, each in asked.items()}
             self._found = Found(sum(own) if own else None, footings)
         finally:
@@ -143,7 +143,7 @@ def footing(measured: Iterable[Copy]) -> Footing:
     pss, shared, saved, copy = 0, 0, 0, 0
     is_told = True
     for each in measured:
-        pss += sum(found.pss for pid in each.pids if (found := held(pid)) is not None)
+        pss += sum(found.pss_bytes for pid in each.pids if (found := read_process_memory(pid)) is not None)
         nbytes = each.nbytes if each.store is None else resident_bytes(each.store)
         shared += each.shared
         if nbytes is None:

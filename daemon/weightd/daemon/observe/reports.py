@@ -65,7 +65,7 @@ class Reports:
             raise ResourceExhausted(text, retry_after=self._after(asker))
         self._waiting.append(_Question(asker, step))
         self._of_user[asker.user] += 1
-        self._loop.soon(self.step)
+        self._loop.call_soon(self.step)
         if len(self._waiting) > MAX_WAITING:
             last = self._crowding()
             self._end(last)
@@ -88,7 +88,7 @@ class Reports:
             self._end(question)
         self._settled[user] = max(began, self._settled.get(user, 0.0)) + (self._now() - began) / SHARE
         if self._waiting:
-            self._loop.soon(self.step)
+            self._loop.call_soon(self.step)
 
     def _end(self, question: _Question) -> None:
         self._waiting.remove(question)

@@ -235,7 +235,7 @@ def _process(model: Model, generation: Life, child: Child, pid: int, survey: Sur
 def _fork_server(server: ForkServer, survey: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
     process = processes.get(server.name)
     pid = process.pid if process is not None else 0
-    return ForkServerStatus(server.engine, clip(server.python), pid, server.forked, survey.pss(pid), clip(server.why))
+    return ForkServerStatus(server.engine, clip(server.python), pid, server.fork_count, survey.pss(pid), clip(server.reason))
 
 
 def _device(device: Device) -> DeviceStatus:

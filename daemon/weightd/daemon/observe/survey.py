@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar, cast
 
-from weightd.daemon.host.memory import Held, held
+from weightd.daemon.host.memory import Held, read_process_memory
 
 T = TypeVar("T")
 
@@ -59,20 +59,20 @@ class Survey:
         while self._left and is_known:
             pid = self._left.pop()
             is_known = self.measured.has(pid)
-            self.held[pid] = self.measured.get(pid, lambda: held(pid))  # noqa: B023 - it is called at once
+            self.held[pid] = self.measured.get(pid, lambda: read_process_memory(pid))  # noqa: B023 - it is called at once
         return not self._left
 
     def pss(self, pid: int) -> int | None:
         """Return the proportional set size that a process had; None where it is not known."""
         held = self.held.get(pid)
-        return None if held is None else held.pss
+        return None if held is None else held.pss_bytes
 
     def own(self, pid: int) -> int | None:
         """Return likewise what no other process had."""
         held = self.held.get(pid)
-        return None if held is None else held.own
+        return None if held is None else held.private_bytes
 
     def anonymous(self, pid: int) -> int | None:
         """Return likewise what was no file's."""
         held = self.held.get(pid)
-        return None if held is None else held.anonymous
+        return None if held is None else held.anonymous_bytes

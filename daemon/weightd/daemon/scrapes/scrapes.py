@@ -11,7 +11,7 @@ from weightd.daemon.host import clock
 from weightd.daemon.host.accepting import Accepting
 from weightd.daemon.host.closing import Closing, DescriptorsError, receive
 from weightd.daemon.host.crowding import Crowd
-from weightd.daemon.host.logs import warn_of_shortage
+from weightd.daemon.host.logs import log_resource_error
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
 from weightd.daemon.scrapes.http import Head, head_of, refusal
@@ -96,10 +96,10 @@ class Scrapes:
         self._peers: dict[int, _Peer] = {}
         self._crowd = Crowd[_Peer]()
         self._users = Peers()
-        self._closing = Closing(warn_of_shortage)
+        self._closing = Closing(log_resource_error)
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
-        Accepting(listener, loop, self._let_in, _log.error, most=_MOST_ACCEPTED)
+        Accepting(listener, loop, self._let_in, _log.error, max_accepted=_MOST_ACCEPTED)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -119,10 +119,10 @@ class Scrapes:
         peer = _Peer(connection, user.key, self._clock())
         self._peers[connection.fileno()] = peer
         self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
-        self.timer.due_by(peer.until)
+        self.timer.set_no_later_than(peer.until)
         self._crowd.add(peer, peer.user)
-        for each in self._crowd.reduce(MOST_CONNECTIONS, "a constant"):
-            self._let_go(each.guest)
+        for each in self._crowd.evict_excess(MOST_CONNECTIONS, "a constant"):
+            self._let_go(each.connection)
 
     def _on_readable(self, peer: _Peer) -> None:
         if peer.is_heard:
@@ -139,7 +139,7 @@ class Scrapes:
             self._let_go(peer)
         elif peer.head.feed(data):
             peer.is_heard = True
-            self._loop.pause(peer.connection.fileno())
+            self._loop.pause_reading(peer.connection.fileno())
             refused = refusal(peer.head, is_loopback=self._is_loopback)
             if refused:
                 self._send(peer, refused)

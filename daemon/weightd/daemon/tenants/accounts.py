@@ -253,15 +253,15 @@ class Accounts:
                     del usages[model]
                     self.of(tenant, ELSEWHERE).add(usage)
 
-    def figures(self) -> Iterator[Figures]:
+    def records(self) -> Iterator[Figures]:
         """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
         for tenant in list(self._tenants):
             for model, usage in list(self.items(tenant)):
                 yield usage.figures(tenant, model)
 
-    def restore(self, written: Iterable[Figures]) -> None:
+    def restore(self, records: Iterable[Figures]) -> None:
         """Go on from what was written down."""
-        for each in written:
+        for each in records:
             self.of(each.tenant, each.model).add(each)
         # What was before is nobody's share.
         self.tick()

@@ -78,7 +78,7 @@ class Directory:
         if not self._tenants:
             return EVERYONE
         operators = self.operators.name if proof.operates else None
-        name = self._membership.of(proof.uid, proof.gids, proof.key, operators)
+        name = self._membership.tenant_of(proof.uid, proof.gids, proof.key, operators)
         if name is None:
             return None
         return self.operators if name == operators else self._tenants[name]

@@ -20,9 +20,9 @@ def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> N
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-        Direct().end_strays_of(parent.pid, {pid})
+        Direct().kill_orphans_of(parent.pid, {pid})
         os.kill(pid, 0)
-        Direct().end_strays_of(parent.pid, set())
+        Direct().kill_orphans_of(parent.pid, set())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     # Whoever waits for that itself still can.

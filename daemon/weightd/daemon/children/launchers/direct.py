@@ -16,20 +16,20 @@ from weightd.daemon.host.processes import Process
 class Direct:
     """A `Launcher` that starts them itself."""
 
-    def start(self, launch: Launch) -> Process:  # noqa: D102
-        return processes.start(launch.of(os.getpid()).command, launch.log, launch.environment, order=launch.order)
+    def start(self, process_spec: Launch) -> Process:  # noqa: D102
+        return processes.start(process_spec.with_parent(os.getpid()).command, process_spec.log, process_spec.environment, stdin_data=process_spec.stdin_data)
 
     def adopt(self, name: str, pid: int, log: Path) -> Process:  # noqa: D102
         return processes.adopt(pid, log)
 
-    def kept(self) -> list[Kept]:  # noqa: D102
+    def surviving_processes(self) -> list[Kept]:  # noqa: D102
         return []
 
-    def end_strays(self) -> None:  # noqa: D102
+    def kill_orphans(self) -> None:  # noqa: D102
         pass
 
-    def end_strays_of(self, parent: int, known: Collection[int]) -> None:  # noqa: D102
-        process.end_all(process.strays({parent, *known}, parent))
+    def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:  # noqa: D102
+        process.kill_all(process.find_orphans({parent, *known_pids}, parent))
 
-    def watch(self, kept: Kept) -> Process:  # noqa: D102
-        raise ProcessLookupError(f"process {kept.pid} is gone with the daemon that had started it")
+    def watch(self, survivor: Kept) -> Process:  # noqa: D102
+        raise ProcessLookupError(f"process {survivor.pid} is gone with the daemon that had started it")

@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 class Launcher(Protocol):
     """Starts holders and workers, and knows those that a daemon before this one has had started."""
 
-    def start(self, launch: Launch) -> Process:
+    def start(self, process_spec: Launch) -> Process:
         """Start a child in a session of its own; it learns its parent's pid by `--parent`, all else from stdin.
 
         Raises:
@@ -29,14 +29,14 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def kept(self) -> list[Kept]:
+    def surviving_processes(self) -> list[Kept]:
         """Return every child that outlives the daemon."""
         raise NotImplementedError
 
-    def end_strays(self) -> None:
+    def kill_orphans(self) -> None:
         """End what was forked for a daemon before this one, which ended before it adopted that."""
 
-    def end_strays_of(self, parent: int, known: Collection[int]) -> None:
+    def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:
         """End what a child that has ended had forked without telling; that has the child's session still.
 
         Args:
@@ -56,7 +56,7 @@ class Launcher(Protocol):
         """
         raise NotImplementedError
 
-    def watch(self, kept: Kept) -> Process:
+    def watch(self, survivor: Kept) -> Process:
         """Have such a child watched.
 
         Raises:

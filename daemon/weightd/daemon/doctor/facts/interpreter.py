@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightd.daemon.host.ends import explain
+from weightd.daemon.host.ends import describe_status
 
 _LOG_TAIL_LINES = 4
 
@@ -66,7 +66,7 @@ def run_report(python: str, device: int, timeout_s: float, environment: Mapping[
             )
             output: bytes = result.stdout
             if result.returncode != 0:
-                exit_description = explain(result.returncode)
+                exit_description = describe_status(result.returncode)
         except subprocess.TimeoutExpired as error:
             output = error.stdout or b""
             exit_description = f"was killed: it did not answer within {timeout_s:g} s"

@@ -25,8 +25,8 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.host import clock, processes
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.processes import Process
-from weightd.daemon.host.shortage import explained
-from weightd.daemon.host.sockets import bind, peer_pid, receive, send
+from weightd.daemon.host.shortage import with_limit_hint
+from weightd.daemon.host.sockets import bind_router, peer_pid, receive_batch, send
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import RemoteProtocolError
@@ -125,7 +125,7 @@ class Children:
         self._files = GenerationFiles(self._files_directory or self._directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.address = f"ipc://{self._directory}/children.sock"
-        self._socket = bind(self._context, self.address)
+        self._socket = bind_router(self._context, self.address)
         return self
 
     def __exit__(
@@ -145,11 +145,11 @@ class Children:
         Raises:
             ChildError: it cannot be started.
         """
-        process_spec = launch.child(self._program, name, Role.WORKER, self.address, self._files)
+        process_spec = launch.child_spec(self._program, name, Role.WORKER, self.address, self._files)
         try:
             self._processes[name] = Direct().start(process_spec)
         except OSError as error:
-            cause = explained(f"cannot start {self._program.python}: {error.strerror}")
+            cause = with_limit_hint(f"cannot start {self._program.python}: {error.strerror}")
             raise Died(f"{name}: {cause}") from None
 
     def send_order(self, name: str, message: OrderMessage, frames: Sequence[Any] = ()) -> None:
@@ -175,7 +175,7 @@ class Children:
         if isinstance(message, message_type):
             return message, frames
         if isinstance(message, Broken):
-            raise Refused(f"{name}: {step}: {explained(message.cause)}")
+            raise Refused(f"{name}: {step}: {with_limit_hint(message.cause)}")
         if isinstance(message, Failed):
             raise Refused(f"{name}: {step}: {message.error}")
         raise Confused(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
@@ -195,23 +195,23 @@ class Children:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(process.pidfd, zmq.POLLIN)
         while not self._received[name]:
-            events = dict(poller.poll(math.ceil(clock.wait(deadline - clock.now()) * 1000)))
+            events = dict(poller.poll(math.ceil(clock.clamp_wait(deadline - clock.now()) * 1000)))
             if process.pidfd in events:
                 # What it said before it died counts, and may still be on its way through libzmq.
                 self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
             self._receive_messages(step)
             if not self._received[name] and process.pidfd in events:
-                words = processes.last_words(process)
+                words = processes.log_tail(process)
                 end = End(self._reap(name))
-                raise Died(f"{name}: {step}: {end.how}" + (f"; its log ends: {words}" if words else ""), end)
+                raise Died(f"{name}: {step}: {end.description}" + (f"; its log ends: {words}" if words else ""), end)
             if not self._received[name] and clock.now() >= deadline:
-                words = processes.last_words(process)
+                words = processes.log_tail(process)
                 log = f"its log ends: {words}" if words else "its log is empty"
                 raise Hung(f"{name}: {step}: no answer within {self._step_timeout_s:g} s; {log}")
         return self._received[name].popleft()
 
     def _receive_messages(self, step: str) -> None:
-        for received in receive(self._socket):
+        for received in receive_batch(self._socket):
             name = received.peer.decode("utf-8", "replace")
             process = self._processes.get(name)
             pid = peer_pid(received.identity)

@@ -166,7 +166,7 @@ def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) ->
         try:
             return children.wait_for(HOLDER, Built, "build with a list of pids" if pids else "build", search.on_trying_selftest)[0]
         except ChildError as error:
-            from_outside = isinstance(error, Died) and error.exit_cause.from_outside
+            from_outside = isinstance(error, Died) and error.exit_cause.is_external
             tried = describe_cases(search.current_cases)
             if not search.on_holder_lost(has_timed_out=isinstance(error, Hung), is_external=from_outside):
                 if tried:

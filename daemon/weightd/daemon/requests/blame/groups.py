@@ -74,7 +74,7 @@ class Groups:
     def exited(self, process: str, end: End) -> Request | None:
         """A process has ended; return the request against which its group is not held any more, if there is one."""
         lost = self._lost.pop(process, None)
-        if lost is None or lost.is_forgiven or not end.from_outside or end.by is By.DAEMON:
+        if lost is None or lost.is_forgiven or not end.is_external or end.by is By.DAEMON:
             return None
         lost.is_forgiven = True
         lost.request.deaths -= 1

@@ -174,12 +174,12 @@ class Guard:
             self._scheduler.release(process)
             return
         if seat.lockstep is not None:
-            self._lose(seat, Loss(f"{process} was {end.how}", Internal if end.blames else None), now)
+            self._lose(seat, Loss(f"{process} was {end.description}", Internal if end.may_be_own_fault else None), now)
             return
         jobs = list(seat.jobs.values())
         _charge(jobs, now)
         # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
-        accused = jobs if end.blames else []
+        accused = jobs if end.may_be_own_fault else []
         origins = self._accuse(accused)
         blame(accused)
         self._suspect(origins, now - seat.since, now)
@@ -316,12 +316,12 @@ class Guard:
             request.losses += 1
             request.lost_at = now
         if proven and request.deaths >= MAX_DEATHS:
-            words = f"was on {request.deaths} workers when they died, the last one {end.how}"
+            words = f"was on {request.deaths} workers when they died, the last one {end.description}"
             return Internal(f"request {request.id} {words}")
         if proven and self.suspects.condemns(request.origin, now):
-            return Internal(f"request {request.id} was on a worker that was {end.how}, as others of its client were")
+            return Internal(f"request {request.id} was on a worker that was {end.description}, as others of its client were")
         if request.losses >= MAX_LOSSES:
-            text = f"request {request.id} was on {request.losses} workers when they ended, the last one {end.how}"
+            text = f"request {request.id} was on {request.losses} workers when they ended, the last one {end.description}"
             return ResourceExhausted(text) if end.by is By.KERNEL else Unavailable(text)
         return None
 

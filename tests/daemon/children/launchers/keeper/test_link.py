@@ -24,7 +24,7 @@ from testkit.keeping import FORKING, LIMIT_S, ended
 from testkit.stopping import stopped
 from weightd.daemon.children.launch import Launch
 from weightd.daemon.children.launchers.keeper import link, process
-from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_gone
+from weightd.daemon.children.launchers.keeper.link import Keeper, KeeperLost, wait_until_exited
 from weightd.daemon.children.launchers.launcher import Kept
 from weightd.daemon.host.processes import Process, kill, reap
 
@@ -54,7 +54,7 @@ def start_keeper(directory: Path) -> Iterator[Callable[..., Keeper]]:
     made: list[tuple[int, int]] = []
 
     def start(*others: Path) -> Keeper:
-        keeper = link.start(directory, *others)
+        keeper = link.start_shim(directory, *others)
         made.append((keeper.pid, os.pidfd_open(keeper.pid)))
         return keeper
 
@@ -111,7 +111,7 @@ def test_an_exit_status_is_told_and_a_log_is_continued(keeper: Keeper, tmp_path:
     assert told == scripts
     assert log.read_text() == 4 * "out\nerr\n"
     assert log.stat().st_mode & 0o777 == 0o600
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 def sibling(keeper: Keeper, log: Path) -> tuple[Process, int]:
@@ -132,24 +132,24 @@ def test_what_a_child_has_forked_is_adopted(keeper: Keeper, tmp_path: Path) -> N
     child = keeper.adopt("forked", pid, tmp_path / "log")
     kill(parent)
     assert exited(parent) == -9
-    assert keeper.kept() == [(pid, "forked", tmp_path / "log")]
+    assert keeper.surviving_processes() == [(pid, "forked", tmp_path / "log")]
     kill(child, signal.SIGTERM)
     assert exited(child) == -15
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 def test_what_is_no_child_is_not_adopted(keeper: Keeper, tmp_path: Path) -> None:
     with pytest.raises(ChildProcessError):
         keeper.adopt("mine", os.getpid(), tmp_path / "log")
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told(
     keeper: Keeper, tmp_path: Path
 ) -> None:
     parent, pid = sibling(keeper, tmp_path / "fifo")
-    keeper.end_strays()
-    assert [each.pid for each in keeper.kept()] == [parent.pid]
+    keeper.kill_orphans()
+    assert [each.pid for each in keeper.surviving_processes()] == [parent.pid]
     os.kill(parent.pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -158,8 +158,8 @@ def test_what_was_forked_and_not_adopted_is_ended_before_the_next_daemon_is_told
 def test_of_one_that_has_ended_all_is_ended_that_it_had_forked_and_nothing_else(keeper: Keeper, tmp_path: Path) -> None:
     (parent, pid), (other, its) = (sibling(keeper, tmp_path / name) for name in ("first", "second"))
     kill(parent)
-    keeper.end_strays_of(parent.pid)
-    assert [each.pid for each in keeper.kept()] == [parent.pid, other.pid]
+    keeper.kill_orphans_of(parent.pid)
+    assert [each.pid for each in keeper.surviving_processes()] == [parent.pid, other.pid]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     os.kill(its, 0)
@@ -187,7 +187,7 @@ def test_a_child_is_the_keepers_and_inherits_nothing(keeper: Keeper, directory: 
     for each in Path(f"/proc/{child.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a library that it was loading
             targets.add(str(each.readlink()))
-    own = {str(Path(f"/proc/{keeper.pid}/fd/{each}").readlink()) for each in (process.LINK, process.LOCK)}
+    own = {str(Path(f"/proc/{keeper.pid}/fd/{each}").readlink()) for each in (process.SOCKET_FD, process.LOCK_FD)}
     assert str(directory) in own
     assert str(tmp_path / "log") in targets
     assert any(each.startswith("/memfd:weightd-order") for each in targets)
@@ -217,14 +217,14 @@ def test_children_that_have_not_been_waited_for_are_told_to_the_next_daemon(keep
     keeper.close()
     assert following.pid == keeper.pid
     children = [Kept(first.pid, "lives", lives), Kept(second.pid, "dead", dead)]
-    assert following.kept() == children
+    assert following.surviving_processes() == children
     watched = [following.watch(child) for child in children]
     assert [each.log for each in watched] == [lives, dead]
     assert not select.select([watched[0].pidfd], [], [], 0)[0]
     assert exited(watched[1]) == 3
     kill(watched[0])
     assert exited(watched[0]) == -signal.SIGKILL
-    assert following.kept() == []
+    assert following.surviving_processes() == []
     following.close()
     for each in (first, second):
         os.close(each.pidfd)
@@ -235,7 +235,7 @@ def test_an_answer_to_a_daemon_that_died_is_not_one_to_the_next(keeper: Keeper) 
         for request in ('{"id": 1, "children": true}\n', '{"id": 2, "reap": 1}\n', "17\n", '{"id": 3, "sta'):
             dead.sendall(request.encode())
     following = Keeper(os.dup(keeper.descriptor))
-    assert (following.pid, following.kept()) == (keeper.pid, [])
+    assert (following.pid, following.surviving_processes()) == (keeper.pid, [])
     following.close()
 
 
@@ -253,13 +253,13 @@ def test_what_cannot_be_started_is_named(keeper: Keeper, tmp_path: Path) -> None
         with pytest.raises((FileNotFoundError, PermissionError, IsADirectoryError)) as caught:
             keeper.start(launch([program], tmp_path / log))
         assert caught.value.filename == named
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 def test_who_is_not_its_child_cannot_be_watched(keeper: Keeper, tmp_path: Path) -> None:
     with pytest.raises(KeeperLost, match=f"^process {os.getpid()} is gone with its keeper$"):
         keeper.watch(Kept(os.getpid(), "stranger", tmp_path / "log"))
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
     child = keeper.start(launch(["true"], tmp_path / "log"))
     assert exited(child) == 0
     with pytest.raises(KeeperLost, match=f"^process {child.pid} is gone with its keeper$"):
@@ -277,7 +277,7 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(keeper: Keeper, tmp_
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert not isinstance(caught.value, KeeperLost)
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 # --- its end --------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_once_nobody_holds_on_to_it_nothing_is_left(
     keeper.close()
     assert not ended(children[0].pid, 0.1)
     following = Keeper(duplicate)
-    assert [each.pid for each in following.kept()] == [each.pid for each in children]
+    assert [each.pid for each in following.surviving_processes()] == [each.pid for each in children]
     following.close()
     assert ended(keeper.pid)
     assert os.waitpid(keeper.pid, 0)[1] == 0
@@ -338,7 +338,7 @@ def test_who_ends_it_waits_until_it_has_ended_and_kills_it_then(
     os.kill(keeper.pid, signal.SIGSTOP)
     if not status:
         threading.Timer(0.3, os.kill, (keeper.pid, signal.SIGCONT)).start()
-    keeper.end(seconds)
+    keeper.stop(seconds)
     # It is about to be gone: the kernel closes its socket first.
     assert os.waitpid(keeper.pid, 0) == (keeper.pid, status)
     assert directory.exists() is bool(status)
@@ -353,17 +353,17 @@ def test_one_that_hangs_is_lost_after_a_while_and_heard_again(keeper: Keeper, mo
         Keeper(os.dup(keeper.descriptor))
     assert 0.2 <= time.monotonic() - began < 5.0
     with pytest.raises(KeeperLost, match="timed out"):
-        keeper.kept()
+        keeper.surviving_processes()
     os.kill(keeper.pid, signal.SIGCONT)
     vars(keeper)["_link"].settimeout(LIMIT_S)
-    assert keeper.kept() == []
+    assert keeper.surviving_processes() == []
 
 
 def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     within = process.Keeper()
     pids = [
-        within.answer({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})["pid"]
+        within.handle_request({"start": str(number), "argv": SLEEP, "stdin": "", "log": "log", "environment": {}})["pid"]
         for number in range(3)
     ]
     killed: list[int] = []
@@ -378,7 +378,7 @@ def test_those_that_came_last_end_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "kill", note)
     # This process has other children, too.
     monkeypatch.setattr(process, "strays", set(pids).difference)
-    within.end()
+    within.kill_all()
     assert killed == pids[::-1]
 
 
@@ -400,7 +400,7 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
     # The signals that end a service do not end it, either.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(keeper.pid, number)
-        assert keeper.kept() == []
+        assert keeper.surviving_processes() == []
     keeper.close()
 
 
@@ -410,13 +410,13 @@ def test_a_ctrl_c_that_comes_before_it_has_its_session_does_not_end_it(
 def test_there_is_one_keeper_of_a_directory(
     start_keeper: Callable[..., Keeper], directory: Path, tmp_path: Path
 ) -> None:
-    assert wait_until_gone(directory, 0.0)
-    assert wait_until_gone(tmp_path / "missing", 0.0)
+    assert wait_until_exited(directory, 0.0)
+    assert wait_until_exited(tmp_path / "missing", 0.0)
     keeper = start_keeper()
     with pytest.raises(OSError, match="another keeper has the directory"):
         start_keeper()
-    assert not wait_until_gone(directory, 0.05)
-    assert keeper.kept() == []
+    assert not wait_until_exited(directory, 0.05)
+    assert keeper.surviving_processes() == []
     keeper.close()
 
 
@@ -432,7 +432,7 @@ def test_the_directory_is_free_and_the_children_are_dead_once_the_keeper_is_gone
         with pytest.raises(KeeperLost, match=r"^the keeper does not answer: ."):
             keeper.start(launch(["true"], tmp_path / "other"))
     keeper.kill() if how == "killed" else keeper.close()
-    assert wait_until_gone(directory, LIMIT_S)
+    assert wait_until_exited(directory, LIMIT_S)
     assert ended(keeper.pid)
     assert exited(child) is None  # nobody knows how
     assert directory.exists() is (how == "killed")
@@ -453,8 +453,8 @@ def test_the_time_in_which_this_process_is_stopped_does_not_count(
     keeper = start_keeper()
     os.kill(keeper.pid, signal.SIGSTOP)
     with stopped(1.7, keeper.pid):
-        assert keeper.kept() == []
+        assert keeper.surviving_processes() == []
     os.kill(keeper.pid, signal.SIGSTOP)
     with stopped(1.7, keeper.pid):
-        keeper.end(1.0)
+        keeper.stop(1.0)
     assert os.waitpid(keeper.pid, 0) == (keeper.pid, 0)

@@ -34,20 +34,20 @@ from typing import Any
 from weightd.daemon.host import exitwatch
 from weightd.shared import signals
 
-LINK = 3
+SOCKET_FD = 3
 """Descriptor of its end of a pair of stream sockets."""
 
-LOCK = 4
+LOCK_FD = 4
 """Descriptor that holds a lock for as long as this process lives."""
 
 # A service manager's "kill" may mean every process of the service: whoever ends the children, it is not that.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # These and what Python ignores a child would ignore, too.
-_DEFAULT_SIGNALS = (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ)
+_DEFAULT_SIGNALS = (*_IGNORED_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ)
 
 # Of an answer with which a descriptor is sent, which is no part of the line.
-_DESCRIPTOR = "descriptor"
+_DESCRIPTOR_KEY = "descriptor"
 
 
 class Keeper:
@@ -56,11 +56,11 @@ class Keeper:
     def __init__(self) -> None:
         self._children: dict[int, tuple[str, str]] = {}
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one for each kind of request
+    def handle_request(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one for each kind of request
         """Do what is asked."""
         try:
             if "start" in request:
-                pid = _start(request["argv"], request["stdin"], request["log"], request["environment"])
+                pid = _start_child(request["argv"], request["stdin"], request["log"], request["environment"])
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
             if "adopt" in request:
@@ -71,9 +71,9 @@ class Keeper:
             if "watch" in request:
                 # As above.
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                return {"pid": request["watch"], _DESCRIPTOR: exitwatch.watch(request["watch"])}
+                return {"pid": request["watch"], _DESCRIPTOR_KEY: exitwatch.watch_exit(request["watch"])}
             if "strays" in request:
-                end_all(strays(self._children, request["strays"]))
+                kill_all(find_orphans(self._children, request["strays"]))
             if "reap" in request:
                 _, status = os.waitpid(request["reap"], 0)
                 del self._children[request["reap"]]
@@ -84,14 +84,14 @@ class Keeper:
             return {"errno": errno.EINVAL, "path": None}
         return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         """Kill every child, those that came last first: holders outlive their workers."""
-        end_all(reversed(self._children))
+        kill_all(reversed(self._children))
         # After those that could make more.
-        end_all(strays(self._children))
+        kill_all(find_orphans(self._children))
 
 
-def strays(known: Collection[int], session: int = 0) -> list[int]:
+def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
     """Return the children of this process, as the kernel tells, that are not known; with `session` those of that."""
     found: list[int] = []
     for entry in os.listdir("/proc"):
@@ -100,28 +100,28 @@ def strays(known: Collection[int], session: int = 0) -> list[int]:
                 stat = file.read()
                 # The name, in parentheses, may hold anything; state, parent, group and session follow.
                 _, parent, _, its_session = stat[stat.rindex(b")") + 2 :].split()[:4]
-                if int(parent) == os.getpid() and int(entry) not in known and session in (0, int(its_session)):
+                if int(parent) == os.getpid() and int(entry) not in known_pids and session_id in (0, int(its_session)):
                     found.append(int(entry))
     return found
 
 
-def end_all(pids: Iterable[int]) -> None:
+def kill_all(pids: Iterable[int]) -> None:
     """Kill these children, and wait for their ends."""
     for pid in pids:
-        _end(pid)
+        _kill(pid)
 
 
-def _end(pid: int) -> None:
+def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
 
-def _start(argv: list[str], order: str, log: str, environment: dict[str, str]) -> int:
+def _start_child(argv: list[str], stdin_data: str, log: str, environment: dict[str, str]) -> int:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     # Not by the command line, which every user of the host may read.
     stdin = os.memfd_create("weightd-order", os.MFD_CLOEXEC)
     try:
-        _write(stdin, order.encode())
+        _write_memfd(stdin, stdin_data.encode())
         return os.posix_spawnp(
             argv[0],
             argv,
@@ -139,7 +139,7 @@ def _start(argv: list[str], order: str, log: str, environment: dict[str, str]) -
         os.close(output)
 
 
-def _write(memory: int, content: bytes) -> None:
+def _write_memfd(memory: int, content: bytes) -> None:
     """Write to a file in memory, and go back to its begin."""
     with open(memory, "wb", closefd=False) as file:
         file.write(content)
@@ -157,8 +157,8 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _serve(keeper: Keeper, link: socket.socket) -> None:
-    for line in link.makefile("rb"):
+def _serve(shim: Keeper, connection: socket.socket) -> None:
+    for line in connection.makefile("rb"):
         try:
             request = json.loads(line)
             number = request["id"]
@@ -166,31 +166,31 @@ def _serve(keeper: Keeper, link: socket.socket) -> None:
             continue
         # Where nobody is left to hear it, the end of the lines comes next.
         with contextlib.suppress(BrokenPipeError):
-            _send(link, {"id": number, **keeper.answer(request)})
+            _send(connection, {"id": number, **shim.handle_request(request)})
 
 
-def _send(link: socket.socket, answer: dict[str, Any]) -> None:
-    descriptor = answer.pop(_DESCRIPTOR, None)
-    line = json.dumps(answer).encode() + b"\n"
+def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
+    descriptor = reply.pop(_DESCRIPTOR_KEY, None)
+    line = json.dumps(reply).encode() + b"\n"
     if descriptor is None:
-        link.sendall(line)
+        connection.sendall(line)
         return
     try:
-        socket.send_fds(link, [line], [descriptor])
+        socket.send_fds(connection, [line], [descriptor])
     finally:
         os.close(descriptor)
 
 
 def main() -> None:
     """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
-    signals.reset(*_IGNORED)
-    os.set_inheritable(LOCK, False)
-    keeper = Keeper()
-    with socket.socket(fileno=LINK) as link:
+    signals.reset(*_IGNORED_SIGNALS)
+    os.set_inheritable(LOCK_FD, False)
+    shim = Keeper()
+    with socket.socket(fileno=SOCKET_FD) as link:
         link.set_inheritable(False)
         # Nobody is left, either way; a reset says that they have not read the last answer.
         with contextlib.suppress(ConnectionResetError):
-            _serve(keeper, link)
-    keeper.end()
+            _serve(shim, link)
+    shim.kill_all()
     for path in sys.argv[1:]:
         _remove(path)
