@@ -29,7 +29,7 @@ from testkit import users
 from weightd.client import Client, Pending, RequestError, WeightdError
 from weightd.client import session as client_session
 from weightd.client.core import Call, ClientCore
-from weightd.client.core import Question as Asking
+from weightd.client.core import PreparedCall as Asking
 
 from .ledger import OK, WRONG, Asked, Incident, Ledger
 from .material import POISONED, Question, load, poison
@@ -91,16 +91,16 @@ class _CountingCore(ClientCore):
         header = msgpack.unpackb(frames[0])
         if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
-        super().received(frames)
+        super().on_message(frames)
 
     def begin(self, call: Call, frames: list[Any]) -> list[Any]:
-        frames = super().begin(call, frames)
+        frames = super().track(call, frames)
         if call.request is not None:
             self.ledger.begin(call.id, self.asked)
         return frames
 
     def forget(self, call: Call) -> None:
-        super().forget(call)
+        super().untrack(call)
         self.ledger.forget(call.id)
 
     def _next_id(self) -> str:

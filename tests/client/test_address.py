@@ -19,7 +19,7 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon
 from weightd.client import AsyncClient, Client, DeadlineExceeded, InvalidArgument, PermissionDenied, Unavailable
-from weightd.client.address import Address, check, default_addresses, knock, parse
+from weightd.client.address import Address, check_reachable, default_addresses, connect_unix, parse_address
 from weightd.shared import paths
 
 # Connects as nobody, after all imports: what is installed need not be readable for nobody.
@@ -84,20 +84,20 @@ def test_what_is_there_instead_of_a_daemon(directory: Path, name: str, error: Ty
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(str(directory / "datagrams"))
         with pytest.raises(error, match=said):
-            check(f"ipc://{directory}/{name}")
+            check_reachable(f"ipc://{directory}/{name}")
 
 
 def test_a_socket_that_is_taken_away_while_one_looks_is_not_something_else(directory: Path) -> None:
     refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     with pytest.raises(Unavailable, match="nobody listens on the socket"):
-        knock(Mock(**{"connect.side_effect": refused}), f"{directory}/d.sock")
+        connect_unix(Mock(**{"connect.side_effect": refused}), f"{directory}/d.sock")
 
 
 def test_a_path_of_more_bytes_than_a_socket_can_have() -> None:
     with pytest.raises(Unavailable, match="there is no socket"):
-        check("ipc:///" + "x" * 106)
+        check_reachable("ipc:///" + "x" * 106)
     with pytest.raises(InvalidArgument, match="at most 107 bytes, got 108"):
-        check("ipc:///" + "x" * 105 + "ü")
+        check_reachable("ipc:///" + "x" * 105 + "ü")
 
 
 def test_a_full_backlog_is_somebody(directory: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_full_backlog_is_somebody(directory: Path) -> None:
                 waiting.append(one)
                 one.connect(path)
         except BlockingIOError:
-            check(f"ipc://{path}")
+            check_reachable(f"ipc://{path}")
         finally:
             for one in waiting:
                 one.close()
@@ -171,7 +171,7 @@ def test_what_listens_on_tcp_and_is_no_weightd() -> None:
     ],
 )
 def test_an_address_says_which_ways_may_be_gone(given: str, unix: str, zeromq: str) -> None:
-    assert parse(given) == Address(given, unix, zeromq)
+    assert parse_address(given) == Address(given, unix, zeromq)
 
 
 def test_without_a_scheme_it_is_the_unix_socket_or_without_a_word_zeromq(directory: Path) -> None:

@@ -27,7 +27,7 @@ from weightd.client import (
     Unavailable,
     WrongLoop,
 )
-from weightd.client.address import parse
+from weightd.client.address import parse_address
 from weightd.client.session import Session
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.control import ReadyResponse
@@ -148,7 +148,7 @@ def test_who_is_cancelled_takes_the_request_back(daemon: FakeDaemon, *, gives_up
 
 def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     made: List[None] = []
-    connecting = Session.connecting
+    connecting = Session.connect_steps
 
     def counted(session: Session) -> Any:
         made.append(None)
@@ -188,7 +188,7 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait
     async def test() -> None:
         address = f"unix://{directory}/d.sock"
         with socket.socket(socket.AF_UNIX) as deaf:
-            deaf.bind(parse(address).unix)
+            deaf.bind(parse_address(address).unix_path)
             deaf.listen(1)
             async with AsyncClient(address) as client:
                 large = np.zeros(4 * 1024 * 1024, np.uint8)
@@ -207,9 +207,9 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait
 def test_a_full_backlog_is_waited_for(daemon: FakeDaemon, directory: Path) -> None:
     async def test() -> None:
         address = f"{'unix' if daemon.address.startswith('unix') else 'ipc'}://{directory}/other"
-        ways = parse(address)
+        ways = parse_address(address)
         with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as first:
-            mute.bind(ways.unix or ways.zeromq[len("ipc://") :])
+            mute.bind(ways.unix_path or ways.zmq_address[len("ipc://") :])
             mute.listen(0)
             first.connect(mute.getsockname())
             client = AsyncClient(address, timeout=0.1)

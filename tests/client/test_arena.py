@@ -191,7 +191,7 @@ def test_a_forked_process_keeps_what_it_has_got() -> None:
 def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
     arena = Arena()
     arena.empty((_PAGE,), np.uint8)[:] = 0
-    assert arena.regions[0].is_free
+    assert arena.regions[0].is_unused
     pid = os.fork()
     if not pid:
         arena.empty((_PAGE,), np.uint8)[:] = 1

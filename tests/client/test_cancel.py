@@ -69,7 +69,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
     connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
-    readers = client._exchange._turns.reader  # pyright: ignore[reportPrivateUsage]
+    readers = client._transport._election.reader  # pyright: ignore[reportPrivateUsage]
     receive, send = connection.receive, connection.send
 
     def stuck(frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
@@ -78,7 +78,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     def collecting() -> List[Any]:
         connection.receive = receive  # type: ignore[method-assign]
         connection.send = stuck
-        connection.left = lambda: 1 << 30  # type: ignore[method-assign]
+        connection.sent_after_flush = lambda: 1 << 30  # type: ignore[method-assign]
         before = dict(readers)
         pending.cancel()
         connection.send = send

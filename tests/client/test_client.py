@@ -25,7 +25,7 @@ from weightd.client import (
     ProtocolError,
     Unavailable,
 )
-from weightd.client.address import check, parse
+from weightd.client.address import check_reachable, parse_address
 from weightd.client.core import ClientCore
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -177,7 +177,7 @@ def deaf(address: str) -> Generator[Callable[[], None], None, None]:
         yield lambda: context.destroy(0)
     else:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(parse(address).unix)
+            listener.bind(parse_address(address).unix_path)
             listener.listen(1)
             yield listener.close
 
@@ -195,9 +195,9 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait
 
 
 def test_who_listens_and_does_not_answer_ends_in_the_deadline(address: str) -> None:
-    ways = parse(address)
+    ways = parse_address(address)
     with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as first:
-        mute.bind(ways.unix or ways.zeromq[len("ipc://") :])
+        mute.bind(ways.unix_path or ways.zmq_address[len("ipc://") :])
         mute.listen(0)
         first.connect(mute.getsockname())
         with pytest.raises(DeadlineExceeded, match="no handshake"):
@@ -249,7 +249,7 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
     def there_at_the_first_look(where: str) -> None:
         looks.append(where)
         if len(looks) > 1:
-            check(where)
+            check_reachable(where)
 
     monkeypatch.setattr("weightd.client.zeromq.addresses.check", there_at_the_first_look)
     with pytest.raises(Unavailable, match="there is no socket"):

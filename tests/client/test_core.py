@@ -33,7 +33,7 @@ def core() -> ClientCore:
 
 def ask(core: ClientCore) -> Call:
     call, frames = core.infer("m", {"x": np.zeros(2, np.float32)}, 1.0)
-    core.begin(call, frames)
+    core.track(call, frames)
     return call
 
 
@@ -69,20 +69,20 @@ def test_answers_come_in_any_order_and_leave_nothing_behind(core: ClientCore) ->
     assert len({call.id for call in calls}) == 5
     for call in reversed(calls):
         assert not call.done
-        core.received(answer(call, float(calls.index(call))))
+        core.on_message(answer(call, float(calls.index(call))))
         # A second answer changes nothing.
-        core.received(failure(call.id))
+        core.on_message(failure(call.id))
         assert call.done
     results: List[Any] = [call.result() for call in calls]
     assert [float(result["y"][0]) for result in results] == [0, 1, 2, 3, 4]
     assert calls[0].result() is results[0]
-    assert core.waiting == 0
+    assert core.pending_count == 0
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))
 def test_each_code_is_its_own_exception(core: ClientCore, code: str) -> None:
     call = ask(core)
-    core.received(failure(call.id, code))
+    core.on_message(failure(call.id, code))
     with pytest.raises(RequestError, match=r"^why$") as caught:
         call.result()
     assert type(caught.value) is ERRORS[code]
@@ -94,9 +94,9 @@ def test_each_code_is_its_own_exception(core: ClientCore, code: str) -> None:
 )
 def test_an_answer_to_nobody_is_dropped(core: ClientCore, frames: List[Any]) -> None:
     call = ask(core)
-    core.received(frames)
+    core.on_message(frames)
     assert not call.done
-    assert core.waiting == 1
+    assert core.pending_count == 1
 
 
 def test_what_was_given_up_leaves_nothing_behind(core: ClientCore) -> None:
@@ -106,20 +106,20 @@ def test_what_was_given_up_leaves_nothing_behind(core: ClientCore) -> None:
     for _ in range(1000):
         ask(core)
     gc.collect()
-    assert core.waiting == 0
+    assert core.pending_count == 0
     assert len(core.calls) < 1000
-    core.received(late)
+    core.on_message(late)
 
 
 def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> None:
     answered, first, second = ask(core), ask(core), ask(core)
-    core.received(answer(answered, 1.0))
+    core.on_message(answer(answered, 1.0))
     core.fail_all(Unavailable, "gone")
     assert answered.result()
     for call in (first, second):
         with pytest.raises(Unavailable, match="gone"):
             call.result()
-    assert core.waiting == 0
+    assert core.pending_count == 0
     assert not ask(core).done
 
 
@@ -127,7 +127,7 @@ def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> N
 def test_what_names_no_request_is_everybodys(core: ClientCore, frames: List[Any], said: str) -> None:
     call = ask(core)
     with pytest.raises(RemoteProtocolError, match=said):
-        core.received(frames)
+        core.on_message(frames)
     assert not call.done
 
 
@@ -143,7 +143,7 @@ def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
         (ServerMetadataResponse("", "n", "v", (), ()), [], "expected a InferResponse, got a ServerMetadataResponse"),
     ):
         call = ask(core)
-        core.received([*encode(dataclasses.replace(message, id=call.id)), *tensors])
+        core.on_message([*encode(dataclasses.replace(message, id=call.id)), *tensors])
         with pytest.raises(RemoteProtocolError, match=said):
             call.result()
         assert not other.done
@@ -153,7 +153,7 @@ def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
 def test_what_is_no_tensor_is_refused_by_name(core: ClientCore, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^input x: "):
         core.infer("m", {"x": value}, 1.0)
-    assert core.waiting == 0
+    assert core.pending_count == 0
 
 
 def test_an_input_that_the_daemon_would_hang_up_on_is_refused(
@@ -168,52 +168,52 @@ def test_an_input_that_the_daemon_would_hang_up_on_is_refused(
 def test_what_has_no_names_or_no_datatype_needs_to_be_known_first(core: ClientCore, inputs: Any) -> None:
     with pytest.raises(Untyped):
         core.infer("m", inputs, 1.0)
-    assert core.waiting == 0
+    assert core.pending_count == 0
 
 
 def learn(core: ClientCore, model: str = "m", datatype: str = "INT8") -> None:
-    call, frames = core.asking(model)
-    core.begin(call, frames)
-    core.received(encode(ModelMetadataResponse(call.id, model, "fake", (TensorSignature("x", datatype, (-1,)),), ())))
+    call, frames = core.metadata_call(model)
+    core.track(call, frames)
+    core.on_message(encode(ModelMetadataResponse(call.id, model, "fake", (TensorSignature("x", datatype, (-1,)),), ())))
 
 
 def knows(core: ClientCore, model: str = "m") -> bool:
-    return core.typed(model, {}) is not None
+    return core.typed_inputs(model, {}) is not None
 
 
 def test_what_a_model_takes_is_asked_for_once(core: ClientCore) -> None:
-    first, frames = core.asking("m")
+    first, frames = core.metadata_call("m")
     # Nobody waits for what may never be sent.
-    assert core.asking("m")[0] is not first
-    first, frames = core.asking("m")
-    core.begin(first, frames)
-    assert core.asking("m") == (first, [])
+    assert core.metadata_call("m")[0] is not first
+    first, frames = core.metadata_call("m")
+    core.track(first, frames)
+    assert core.metadata_call("m") == (first, [])
     assert not knows(core)
     learn(core, "other")
-    core.received(encode(ModelMetadataResponse(first.id, "m", "fake", (), ())))
+    core.on_message(encode(ModelMetadataResponse(first.id, "m", "fake", (), ())))
     assert first.result().platform == "fake"
     assert knows(core)
-    assert not core.is_under_way(first)
+    assert not core.is_tracked(first)
 
 
 def test_it_is_forgotten_with_the_connection_by_a_refusal_and_where_it_does_not_fit(core: ClientCore) -> None:
     learn(core)
     learn(core, "other")
     call = ask(core)
-    core.received(failure(call.id, "INTERNAL"))
+    core.on_message(failure(call.id, "INTERNAL"))
     assert knows(core)
     call = ask(core)
-    core.received(failure(call.id, "INVALID_ARGUMENT"))
+    core.on_message(failure(call.id, "INVALID_ARGUMENT"))
     assert not knows(core)
     assert knows(core, "other")
     core.fail_all(Unavailable, "gone")
     assert not knows(core, "other")
     learn(core)
-    named = core.typed("m", [100])
+    named = core.typed_inputs("m", [100])
     assert named
     assert named["x"].dtype == np.int8
     # It may have been asked for before the model was exchanged.
-    assert core.typed("m", [300]) is None
+    assert core.typed_inputs("m", [300]) is None
     assert not knows(core)
 
 
@@ -225,16 +225,16 @@ def test_of_no_more_models_than_a_daemon_has_is_it_known(core: ClientCore, monke
 
 
 def test_who_could_not_ask_tells_those_who_wait_for_it(core: ClientCore) -> None:
-    question = core.asking("m")
+    question = core.metadata_call("m")
     call, frames = question
-    core.begin(call, frames)
+    core.track(call, frames)
     # It is on its way all the same.
-    core.not_asked(question, KeyboardInterrupt())
+    core.abort_metadata_call(question, KeyboardInterrupt())
     assert not call.done
-    joined = core.asking("m")
-    core.forget(call)
-    core.not_asked(joined, Unavailable("not mine"))
+    joined = core.metadata_call("m")
+    core.untrack(call)
+    core.abort_metadata_call(joined, Unavailable("not mine"))
     assert not call.done
-    core.not_asked(question, PermissionDenied("may not"))
+    core.abort_metadata_call(question, PermissionDenied("may not"))
     with pytest.raises(PermissionDenied, match="may not"):
         call.result()

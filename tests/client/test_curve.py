@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd.client import Client, InvalidArgument
-from weightd.client.curve import read
+from weightd.client.curve import read_keys
 
 ADDRESS = "tcp://127.0.0.1:1"
 
@@ -21,15 +21,15 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_keys_are_those_of_the_files_and_the_secret_one_is_never_shown(pair: tuple[Path, Path]) -> None:
     secret, public = pair
-    keys = read(secret, public)
+    keys = read_keys(secret, public)
     assert keys is not None
-    assert keys.secret in secret.read_text()
+    assert keys.secret_key in secret.read_text()
     assert keys.server in public.read_text()
-    assert keys.secret not in f"{keys} {keys!r}"
+    assert keys.secret_key not in f"{keys} {keys!r}"
 
 
 def test_without_files_there_are_no_keys() -> None:
-    assert read(None, None) is None
+    assert read_keys(None, None) is None
 
 
 def test_one_key_without_the_other_and_the_wrong_file_are_told(pair: tuple[Path, Path]) -> None:

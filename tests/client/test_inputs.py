@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.client.inputs import as_array, typed
+from weightd.client.inputs import as_array, to_typed_inputs
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
@@ -168,11 +168,11 @@ def test_lists_are_bounded_before_there_is_memory_for_them(monkeypatch: pytest.M
 
 def test_each_input_has_the_datatype_that_the_model_says_and_arrays_stay_as_they_are() -> None:
     given_ = np.zeros(2, np.float64)
-    named = typed({"a": [1], "b": 2}, "m", TWO)
+    named = to_typed_inputs({"a": [1], "b": 2}, "m", TWO)
     assert {name: array.dtype for name, array in named.items()} == {"a": np.int8, "b": np.float64}
-    assert typed({"a": given_}, "m", TWO)["a"] is given_
-    assert typed(given_, "m", ONE)["x"] is given_
-    assert typed([0.5], "m", ONE)["x"].dtype == np.float32
+    assert to_typed_inputs({"a": given_}, "m", TWO)["a"] is given_
+    assert to_typed_inputs(given_, "m", ONE)["x"] is given_
+    assert to_typed_inputs([0.5], "m", ONE)["x"].dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_each_input_has_the_datatype_that_the_model_says_and_arrays_stay_as_they
 )
 def test_inputs_that_cannot_be_told_apart_are_refused_with_their_names(inputs: Any, takes: Any, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
-        typed(inputs, "m", takes)
+        to_typed_inputs(inputs, "m", takes)

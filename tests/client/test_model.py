@@ -122,7 +122,7 @@ def test_threads_that_need_the_same_wait_for_one_question(client: Client, daemon
         asking = pool.submit(client.infer, "m", [1])
         assert first.wait(LIMIT_S)
         others = [pool.submit(client.infer, "m", [number]) for number in range(3)]
-        while len(client._exchange._turns._waiting) < 3:  # pyright: ignore[reportPrivateUsage]
+        while len(client._transport._election._waiters) < 3:  # pyright: ignore[reportPrivateUsage]
             threading.Event().wait(0.001)
         for frames in answer(questions[0], ()):
             daemon.send(*frames)

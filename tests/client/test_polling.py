@@ -99,8 +99,8 @@ def test_threads_are_told_apart_as_they_are_when_a_client_is_made(monkeypatch: p
     green = 1
     monkeypatch.setattr(threading, "get_ident", lambda: green)
     turns = Turns()
-    assert turns.take()
+    assert turns.try_read()
     green = 2
-    assert not turns.take()
-    turn = turns.enter(Call("1", ReadyResponse))
+    assert not turns.try_read()
+    turn = turns.join(Call("1", ReadyResponse))
     assert turn is not None

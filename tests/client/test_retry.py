@@ -39,7 +39,7 @@ class Clock:
 
 
 def attempts_of(retry: Retry, seconds: float = 1000.0, chance: float = 1.0) -> Attempts:
-    return Attempts(retry, seconds, clock=Clock(), chance=lambda: chance)
+    return Attempts(retry, seconds, clock=Clock(), random_fraction=lambda: chance)
 
 
 # --- when -----------------------------------------------------------------------------------------------------------
@@ -65,16 +65,16 @@ def test_each_pause_differs_and_is_not_shorter_than_the_daemon_says(chance: floa
 
 def test_nobody_waits_where_no_time_would_be_left() -> None:
     clock = Clock()
-    attempts = Attempts(Retry(pause=1.0), 3.0, clock=clock, chance=lambda: 1.0)
-    assert attempts.left() == 3.0
+    attempts = Attempts(Retry(pause=1.0), 3.0, clock=clock, random_fraction=lambda: 1.0)
+    assert attempts.remaining_s() == 3.0
     assert attempts.pause_after(ResourceExhausted(retry_after=2.0)) is None
-    attempts = Attempts(Retry(pause=1.0), 3.0, clock=clock, chance=lambda: 1.0)
+    attempts = Attempts(Retry(pause=1.0), 3.0, clock=clock, random_fraction=lambda: 1.0)
     assert attempts.pause_after(Unavailable()) == 1.0
     clock.now += 2.5
-    assert attempts.left() == 0.5
+    assert attempts.remaining_s() == 0.5
     assert attempts.pause_after(Unavailable()) is None
     clock.now += 1.0
-    assert attempts.left() > 0
+    assert attempts.remaining_s() > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from weightd.client.core import Call, ClientCore
-from weightd.client.sharing import LEAST_BYTES
+from weightd.client.sharing import MIN_SHARED_BYTES
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument, RemoteProtocolError, Unavailable
 from weightd.protocol.messages.data import Error, Infer, InferResponse, ResponseDescription, TensorSpec
@@ -18,7 +18,7 @@ from weightd.protocol.messages.regions import OutputPlace, Register, Registered,
 from weightd.protocol.messages.types import FROM_CLIENT
 from weightd.protocol.tensors import from_frame, spec_of
 
-N = LEAST_BYTES
+N = MIN_SHARED_BYTES
 
 
 class World:
@@ -29,12 +29,12 @@ class World:
         self.regions: Dict[str, int] = {}
         self.said: List[Any] = []
         self.refuses = False
-        self.core.sharing.connected(is_possible=True)
+        self.core.shm_tensors.on_connected(can_share=True)
 
     def ask(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[Call, Infer, Sequence[Any]]:
         call, frames = self.core.infer("m", {"x": x}, 1.0, out=out)
-        frames = self.core.begin(call, frames)
-        for message, region in self.core.sharing.due():
+        frames = self.core.track(call, frames)
+        for message, region in self.core.shm_tensors.take_region_messages():
             self.said.append(message)
             if isinstance(message, Register) and region is not None:
                 self.register(message.id, region.descriptor)
@@ -48,7 +48,7 @@ class World:
         self.hear(Error(request_id, "RESOURCE_EXHAUSTED", "") if self.refuses else Registered(request_id, name))
 
     def hear(self, message: Any, *frames: Any) -> None:
-        self.core.received([*encode(message), *frames])
+        self.core.on_message([*encode(message), *frames])
 
     def read(self, request: Infer, frames: Sequence[Any]) -> Any:
         """What the worker gets."""
@@ -123,7 +123,7 @@ def test_nobody_waits_for_memory_to_be_shared(world: World) -> None:
 
 def test_an_array_for_an_output_has_memory_before_a_worker_writes_there(world: World) -> None:
     world.warm(bytes_of(N))
-    out = world.core.sharing.arena.empty((N,), np.uint8)
+    out = world.core.shm_tensors.arena.empty((N,), np.uint8)
     y, request = world.infer(bytes_of(N), {"y": out})
     assert y is out
     assert is_shared(request) == (True, True)
@@ -142,13 +142,13 @@ def test_what_cannot_be_shared_is_in_frames(world: World) -> None:
     for _ in range(3):
         assert is_shared(world.infer(bytes_of(N))[1]) == (False, False)
     assert len(world.said) == 1
-    world.core.sharing.connected(is_possible=False)
+    world.core.shm_tensors.on_connected(can_share=False)
     assert is_shared(world.infer(bytes_of(N))[1]) == (False, False)
 
 
 def test_an_array_of_the_arena_is_not_copied(world: World) -> None:
     world.warm(bytes_of(N))
-    arena = world.core.sharing.arena
+    arena = world.core.shm_tensors.arena
     x, out = arena.empty((2, N), np.uint8), arena.empty((N,), np.uint8)
     x[...] = 7
     y, request = world.infer(x[1], {"y": out})
@@ -273,15 +273,15 @@ def test_an_answer_that_may_still_be_written_to_is_copied(world: World) -> None:
 
 def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_never_used_again(world: World) -> None:
     world.warm(bytes_of(N))
-    x = world.core.sharing.arena.empty((N,), np.uint8)
+    x = world.core.shm_tensors.arena.empty((N,), np.uint8)
     x[...] = 1
     _, late, _ = world.ask(bytes_of(N))
-    before = list(world.core.sharing.arena.regions)
+    before = list(world.core.shm_tensors.arena.regions)
     # Made for the connection that is lost; sent over the next one.
     call, _ = world.core.infer("m", {"x": x}, 1.0)
     world.core.fail_all(Unavailable, "lost")
-    world.core.sharing.connected(is_possible=True)
-    again = world.core.again(call)
+    world.core.shm_tensors.on_connected(can_share=True)
+    again = world.core.frames_without_sharing(call)
     assert again is not None
     assert is_shared(decode(again, FROM_CLIENT)) == (False, False)  # type: ignore[arg-type]
     assert bytes(again[2]) == x.tobytes()
@@ -291,13 +291,13 @@ def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_
     world.write(late, bytes_of(N, 66))
     assert all((y == 2).all() for y, _ in outputs)
     assert [type(each) for each in world.said] == [Register]
-    assert not {*before} & {*world.core.sharing.arena.regions}
+    assert not {*before} & {*world.core.shm_tensors.arena.regions}
 
 
 def test_a_region_is_given_up_when_no_request_can_name_it_any_more(world: World) -> None:
     world.warm(bytes_of(N))
     question = world.core.infer("m", {"x": bytes_of(N)}, 1.0)
-    arena = world.core.sharing.arena
+    arena = world.core.shm_tensors.arena
     arena.before_fork()
     arena.after_fork(in_child=False)
     world.infer(bytes_of(N))

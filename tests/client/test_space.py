@@ -42,13 +42,13 @@ class World(RuleBasedStateMachine):
     def give(self, data: st.DataObject) -> None:
         """Any of them, in any order."""
         begin = data.draw(st.sampled_from(sorted(self.taken)))
-        self.space.give(begin)
+        self.space.release(begin)
         del self.taken[begin]
 
     @invariant()
     def tells_whether_it_is_free(self) -> None:
         """Only then a region may go."""
-        assert self.space.is_free == (not self.taken)
+        assert self.space.is_unused == (not self.taken)
 
 
 TestSpace = World.TestCase

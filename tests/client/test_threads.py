@@ -29,7 +29,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def until_all_wait(client: Client, count: int) -> None:
     """Return once so many calls are waited for, by one thread that reads and others that do not."""
     deadline = time.monotonic() + LIMIT_S
-    while len(client._exchange._turns._waiting) < count - 1 or not client._exchange._turns.reader:  # pyright: ignore[reportPrivateUsage]
+    while len(client._transport._election._waiters) < count - 1 or not client._transport._election.reader:  # pyright: ignore[reportPrivateUsage]
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -134,7 +134,7 @@ def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
     daemon.stop()
     assert all(isinstance(each.exception(LIMIT_S), Unavailable) for each in waiting)
     made: List[None] = []
-    connecting = Session.connecting
+    connecting = Session.connect_steps
 
     def counted(session: Session) -> Any:
         made.append(None)
@@ -196,13 +196,13 @@ def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
             ready: List[Any] = poller.poll(wait)
             return ready
 
-    poller = client._exchange._poller  # pyright: ignore[reportPrivateUsage]
+    poller = client._transport._poller  # pyright: ignore[reportPrivateUsage]
     if reads:
-        monkeypatch.setattr(client._exchange, "_poller", StoppedPoll())  # pyright: ignore[reportPrivateUsage]
+        monkeypatch.setattr(client._transport, "_poller", StoppedPoll())  # pyright: ignore[reportPrivateUsage]
     else:
         other = pool.submit(asks, client, "other", 5.0)
         until_all_wait(client, 1)
-        sleep = Turn.sleep
+        sleep = Turn.wait
         monkeypatch.setattr(
             Turn, "sleep", lambda turn, seconds: oversleep(seconds) if stops and stops.pop() else sleep(turn, seconds)
         )

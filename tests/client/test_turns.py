@@ -29,7 +29,7 @@ class World(RuleBasedStateMachine):
     def wait(self) -> None:
         call = Call("1", ReadyResponse)
         self._new_thread()
-        turn = self.turns.enter(call)
+        turn = self.turns.join(call)
         if turn is None:
             self.readers.append((self.thread, call))
         else:
@@ -52,22 +52,22 @@ class World(RuleBasedStateMachine):
         if self.waiting:
             turn = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
             self.thread = turn.thread
-            if self.turns.give_up(turn):
+            if self.turns.withdraw(turn):
                 self.readers.append((turn.thread, turn.call))
 
     @rule()
     def look(self) -> None:
         self._new_thread()
-        if self.turns.take():
+        if self.turns.try_read():
             assert not self._reading()
             self._leave()
 
     @rule(stuck=st.integers(0, 2))
     def others_are_stuck(self, stuck: int) -> None:
-        self.turns.stuck = stuck
+        self.turns.blocked_count = stuck
 
     def _leave(self) -> None:
-        assert self.turns.leave() == self.turns.stuck
+        assert self.turns.step_down() == self.turns.blocked_count
         assert self.thread not in self.turns.reader.values()
 
     def _new_thread(self) -> None:
@@ -99,17 +99,17 @@ def test_who_could_not_leave_reads_when_it_is_back() -> None:
     others: List[object] = []
 
     def other() -> None:
-        turn = turns.enter(call)
-        others.append(turn is not None and turns.give_up(turn))
+        turn = turns.join(call)
+        others.append(turn is not None and turns.withdraw(turn))
 
-    assert turns.enter(call) is None
+    assert turns.join(call) is None
     for _ in range(2):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert not turns.take(again=False)
-        assert turns.take()
-        assert turns.enter(call) is None
+        assert not turns.try_read(reentrant=False)
+        assert turns.try_read()
+        assert turns.join(call) is None
     assert others == [False, False]
-    turns.leave()
+    turns.step_down()
     assert not turns.reader

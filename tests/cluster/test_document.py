@@ -20,7 +20,7 @@ EXAMPLE = (REPOSITORY / "examples" / "ray" / "serve.yaml").read_text("utf-8")
 def test_each_argument_is_there_and_no_other() -> None:
     table = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert named == [each.name for each in tables.keys(Arguments)]
+    assert named == [each.name for each in tables.table_keys(Arguments)]
 
 
 def test_bounds_are_those_of_the_code() -> None:

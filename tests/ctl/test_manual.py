@@ -9,9 +9,9 @@ import pytest
 
 from weightd.ctl import exits, manual
 from weightd.ctl.command import parser
-from weightd.shared.manual.commands import Argument, read
+from weightd.shared.manual.commands import Argument, read_parser
 
-WEIGHTCTL = read(parser())
+WEIGHTCTL = read_parser(parser())
 PAGE = manual.page(parser()).replace("\\-", "-")
 
 

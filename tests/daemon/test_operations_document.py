@@ -14,7 +14,7 @@ from weightd.daemon import exits
 from weightd.daemon.command import parser
 from weightd.daemon.config import identities, listeners
 from weightd.daemon.config import load as config
-from weightd.shared.manual.commands import read
+from weightd.shared.manual.commands import read_parser
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -51,7 +51,7 @@ def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch
 
 def test_each_command_of_weightd_exists() -> None:
     named = set(re.findall(r"(?:^|`|bin/)weightd (\w+)", TEXT, re.MULTILINE))
-    assert {"check", "doctor"} <= named <= {command.name for command in read(parser()).commands}
+    assert {"check", "doctor"} <= named <= {command.name for command in read_parser(parser()).commands}
 
 
 @pytest.mark.parametrize("words", [row[0].strip("`").strip() for row in rows("What to look for")])

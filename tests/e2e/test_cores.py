@@ -15,7 +15,7 @@ from testkit.managed import ManagedService
 from testkit.service import Service
 from testkit.waiting import until
 from weightd.protocol.messages.status import ProcessStatus
-from weightd.shared.cores import listed
+from weightd.shared.cores import format_cpulist
 
 from .support import MLP_WEIGHT_BYTES, ONE_ENGINE, Load, Question, model_status, ready_workers
 
@@ -71,7 +71,7 @@ def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
             ("worker", "cpu:0"),
             ("worker", "cpu:1"),
         ]
-        assert_in_place(list(generation.processes), {**SETS, "cpu": listed(CORES)})
+        assert_in_place(list(generation.processes), {**SETS, "cpu": format_cpulist(CORES)})
         with Load(service.address, "mlp", questions) as load:
             load.wait_for(20)
             kill_one(service)

@@ -46,7 +46,7 @@ from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT, ClientMessage, DaemonMessage
-from weightd.shared.manual.commands import read
+from weightd.shared.manual.commands import read_parser
 from weightd.shared.paths import unix_path
 from weightd.shared.stream import Stream
 
@@ -185,7 +185,7 @@ PROGRAMS = {"weightd": (parser(), WEIGHTD), "weightctl": (ctl_parser(), WEIGHTCT
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_command_has_a_row(program: str) -> None:
     arguments, uses = PROGRAMS[program]
-    assert {command.name for command in read(arguments).commands} == set(uses)
+    assert {command.name for command in read_parser(arguments).commands} == set(uses)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from targets import decoder, framing, store, zmtp
 from targets.decoder import TABLES
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
-from weightd.protocol.framing import LARGE_BYTES, head
+from weightd.protocol.framing import LARGE_BYTES, message_prefix
 from weightd.protocol.messages.children import TO_CHILD, Predict
 from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.status import Status
@@ -74,7 +74,7 @@ def _value(hint: Any, description: str) -> Any:
 
 
 def _framing() -> dict[str, bytes]:
-    small = head([b"envelope", b"", b"xyz"]) + b"envelopexyz"
+    small = message_prefix([b"envelope", b"", b"xyz"]) + b"envelopexyz"
     large = struct.pack("<4I", 3, 2, 0, 2 * LARGE_BYTES - 1)
     found = {
         "small": framing.written(small + small),
@@ -82,8 +82,8 @@ def _framing() -> dict[str, bytes]:
         "halves": framing.written(small[:-2], small[-2:] + small),
         "large": framing.written(large, b"ab" + small, 1, 2),
         "refused": framing.written(large, b"ab", 2, admitted=False),
-        "header": framing.written(head([b"h" * (framing.HEADER_BYTES + 1), b"x"]), b"h" * framing.HEADER_BYTES, b"hx"),
-        "description": framing.written(head([b"e", b"d" * 40, b"x"]) + b"e" + b"d" * 40 + b"x" + small),
+        "header": framing.written(message_prefix([b"h" * (framing.HEADER_BYTES + 1), b"x"]), b"h" * framing.HEADER_BYTES, b"hx"),
+        "description": framing.written(message_prefix([b"e", b"d" * 40, b"x"]) + b"e" + b"d" * 40 + b"x" + small),
         "broken": framing.written(small, bytes(4)),
         "too-many": framing.written(small + struct.pack("<I", limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS + 1)),
         "too-long": framing.written(struct.pack("<2I", 1, framing.FRAME_BYTES + 1)),

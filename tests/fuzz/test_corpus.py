@@ -95,7 +95,7 @@ def incomplete(name: str, config: ModelConfig, *_: object) -> ModelConfig:
     return config
 
 
-HONEST_FILL = Incoming._fill  # pyright: ignore[reportPrivateUsage]
+HONEST_FILL = Incoming._fill_frames  # pyright: ignore[reportPrivateUsage]
 HONEST_HASHES = OpenStore.hashes
 
 DEFECTS = [

@@ -46,7 +46,7 @@ def test_each_code_is_there_with_its_status() -> None:
 
 
 def test_the_bounds_are_those_of_the_configuration() -> None:
-    defaults = {field.name: field.default for field in tables.keys(GatewayConfig)}
+    defaults = {field.name: field.default for field in tables.table_keys(GatewayConfig)}
     for key, by_default, _ in rows("Bounds"):
         number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
         unit = {"MiB": 2**20, "GiB": 2**30}.get(by_default.split()[1], 1)

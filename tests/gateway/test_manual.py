@@ -16,7 +16,7 @@ from weightd.gateway.config.load import load
 from weightd.gateway.config.table import GatewayConfig
 from weightd.shared import tables
 
-KEYS = [field.name for field in tables.keys(GatewayConfig)]
+KEYS = [field.name for field in tables.table_keys(GatewayConfig)]
 
 
 @pytest.fixture(scope="module")

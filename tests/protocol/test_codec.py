@@ -247,7 +247,7 @@ def test_only_what_there_is_can_be_elsewhere_and_once(positions: Tuple[int, ...]
 
 
 def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
-    known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT, most=2)
+    known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT, max_cached=2)
     first, same = (known.decode([*INFER, bytes(24)]) for _ in range(2))
     assert first.description is same.description
     # Those that came first go first; a long one is never kept.

@@ -22,7 +22,7 @@ from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import NO_PARAMETERS
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import describe
+from weightd.protocol.schema import describe_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "protocol.md").read_text("utf-8")
@@ -104,7 +104,7 @@ def test_each_record_is_there_and_no_other() -> None:
 def test_each_field_is_described_with_its_kind_and_default(heading: str, cls: Type[Any]) -> None:
     described = rows(SECTION[heading])
     assert [row[:3] for row in described] == [
-        [f"`{name}`", kind, default(value)] for name, kind, value in describe(cls)
+        [f"`{name}`", kind, default(value)] for name, kind, value in describe_fields(cls)
     ]
     assert all(len(row) == 4 and row[3] for row in described)
     assert described or "It has no fields." in SECTION[heading]

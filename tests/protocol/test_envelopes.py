@@ -144,7 +144,7 @@ def outcome(frames: Any, table: Any, known: Optional[Decoder[Any]]) -> Any:
 
 
 def test_what_is_known_of_places_is_bounded_and_found() -> None:
-    known: Decoder[Any] = Decoder(TO_CHILD, most=2)
+    known: Decoder[Any] = Decoder(TO_CHILD, max_cached=2)
     frames = [
         [*encode(Predict(2**40 + index, TWO, MappedRegions((MappedInput(0, 1, index),)))), b""] for index in range(3)
     ]

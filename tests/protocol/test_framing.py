@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightd.protocol import framing, limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, Incoming, Message, Outgoing, head
+from weightd.protocol.framing import LARGE_BYTES, Incoming, Message, Outgoing, message_prefix
 
 HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 
@@ -31,7 +31,7 @@ def written(shapes: List[List[int]]) -> Tuple[List[List[bytes]], bytes]:
         [bytes([number % 251, index]) * (size // 2) + b"x" * (size % 2) for index, size in enumerate(shape)]
         for number, shape in enumerate(shapes)
     ]
-    return sent, b"".join(head(frames) + b"".join(frames) for frames in sent)
+    return sent, b"".join(message_prefix(frames) + b"".join(frames) for frames in sent)
 
 
 def read(incoming: Incoming, stream: bytes, cuts: List[int], *, targets: bool = True) -> List[Message]:
@@ -40,14 +40,14 @@ def read(incoming: Incoming, stream: bytes, cuts: List[int], *, targets: bool = 
     position = turn = 0
     while position < len(stream):
         piece = stream[position : position + cuts[turn % len(cuts)]]
-        target = incoming.target() if targets and incoming.missing >= LARGE_BYTES else None
+        target = incoming.read_buffer() if targets and incoming.missing_bytes >= LARGE_BYTES else None
         if target is None:
             messages += incoming.receive(piece)
         else:
             piece = piece[: len(target)]
             target[: len(piece)] = piece
-            messages += incoming.filled(len(piece))
-        while incoming.is_behind:
+            messages += incoming.on_filled(len(piece))
+        while incoming.is_backlogged:
             more = incoming.receive(b"")
             assert len(more) <= MOST
             messages += more
@@ -84,20 +84,20 @@ def test_any_messages_cut_anywhere_arrive_in_order(
             nbytes = sum(message.lengths)
             assert nbytes in refused & {*asked}
             assert arrived == headers
-        assert message.is_whole == (arrived == frames)
-    assert (incoming.is_idle, incoming.announced) == (True, 0)
+        assert message.is_complete == (arrived == frames)
+    assert (incoming.is_idle, incoming.admitted_bytes) == (True, 0)
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=3), st.data())
 def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject) -> None:
     """And what is announced is counted as long as it is on its way."""
     sent, stream = written(shapes)
-    size = len(head(sent[-1])) + sum(shapes[-1])
+    size = len(message_prefix(sent[-1])) + sum(shapes[-1])
     came = data.draw(st.integers(1, size - 1))
     incoming = Incoming(LIMIT, LIMIT)
     assert len(read(incoming, stream[: len(stream) - size + came], [4 * LARGE_BYTES])) == len(shapes) - 1
     assert not incoming.is_idle
-    assert incoming.announced == (sum(shapes[-1]) if came >= len(head(sent[-1])) else 0)
+    assert incoming.admitted_bytes == (sum(shapes[-1]) if came >= len(message_prefix(sent[-1])) else 0)
 
 
 def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,24 +110,24 @@ def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeyp
 
 def test_what_one_stream_takes_another_with_other_bounds_drops() -> None:
     """How a message is taken apart is remembered for all of them."""
-    data = head([bytes(100)]) + bytes(100)
+    data = message_prefix([bytes(100)]) + bytes(100)
     for _ in range(2):
-        assert Incoming().receive(data)[0].is_whole
-    assert not Incoming(max_header_bytes=99).receive(data)[0].is_whole
+        assert Incoming().receive(data)[0].is_complete
+    assert not Incoming(max_header_bytes=99).receive(data)[0].is_complete
 
 
 def test_what_is_remembered_of_messages_is_bounded() -> None:
     for size in range(1, 1200):
-        Incoming().receive(head([bytes(size)]) + bytes(size))
-    assert len(framing._LAYOUTS) <= 1024  # pyright: ignore[reportPrivateUsage]
+        Incoming().receive(message_prefix([bytes(size)]) + bytes(size))
+    assert len(framing._KNOWN_LAYOUTS) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
 def test_what_is_not_kept_needs_no_memory() -> None:
     incoming = Incoming(admit=lambda nbytes: False)
     incoming.receive(struct.pack("<4I", 3, 1, 1, limits.MAX_FRAME_BYTES) + b"ab")
-    target = incoming.target()
+    target = incoming.read_buffer()
     assert len(target) <= 2**20
-    assert incoming.announced == 0
+    assert incoming.admitted_bytes == 0
 
 
 BROKEN = {
@@ -164,25 +164,25 @@ def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bo
     written, sent = b"", {}
     while outgoing.nbytes:
         assert outgoing.nbytes == len(stream) - len(written)
-        ahead, brought = outgoing.next()
+        ahead, brought = outgoing.next_chunks()
         assert ahead
         if brought:
             sent[len(written)] = list(brought)
         count = data.draw(st.integers(1, sum(map(len, ahead))))
-        outgoing.wrote(count)
+        outgoing.on_written(count)
         written += b"".join(ahead)[:count]
-    assert (written, sent, outgoing.next()) == (stream, expected, ([], ()))
+    assert (written, sent, outgoing.next_chunks()) == (stream, expected, ([], ()))
 
 
 def test_no_more_pieces_are_written_at_once_than_the_kernel_takes() -> None:
     outgoing = Outgoing()
     outgoing.put([b"x"] * 2000)
-    assert len(outgoing.next()[0]) <= 1024
+    assert len(outgoing.next_chunks()[0]) <= 1024
 
 
 def test_descriptors_that_were_not_sent_come_back() -> None:
     outgoing = Outgoing()
     outgoing.put([b"ab"], [3])
     outgoing.put([b"cd"], [4, 5])
-    outgoing.wrote(1)
-    assert (outgoing.clear(), outgoing.nbytes, outgoing.next()) == ([4, 5], 0, ([], ()))
+    outgoing.on_written(1)
+    assert (outgoing.clear(), outgoing.nbytes, outgoing.next_chunks()) == ([4, 5], 0, ([], ()))

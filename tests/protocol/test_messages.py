@@ -25,7 +25,7 @@ from weightd.protocol.messages import accounts, control, findings, journal, metr
 from weightd.protocol.messages import children as worker_messages
 from weightd.protocol.messages import data as messages
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import describe
+from weightd.protocol.schema import describe_fields
 
 Raw = Dict[str, Any]
 Path = Tuple[Any, ...]
@@ -49,7 +49,7 @@ def fields_of(name: str) -> List[Tuple[str, str, Any]]:
     """Name, kind and default of each field, and the description where it has one, in the place of a field."""
     described = [each for each in dataclasses.fields(RECORDS[name]) if "description" in each.metadata]
     return [
-        *describe(RECORDS[name]),
+        *describe_fields(RECORDS[name]),
         *((each.name, each.metadata["description"].__name__, "required") for each in described),
     ]
 

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weightd.protocol import limits, preview, schema
-from weightd.protocol.codec import decode, encode, heading, request_items
+from weightd.protocol.codec import decode, encode, heading, max_request_items
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, Built, Probing
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Infer, Parameters, RequestDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions
 from weightd.protocol.messages.types import FROM_CLIENT
 
@@ -49,23 +49,23 @@ def items_of(value: Any) -> int:
 def test_every_value_is_counted(value: Any) -> None:
     value = [LONG, value]
     frame, items = msgpack.packb(value), items_of(value)
-    assert preview.problem(frame, items) == ""
-    assert preview.problem(frame, items - 1).startswith(f"expected at most {items - 1} items, got at least ")
+    assert preview.find_problem(frame, items) == ""
+    assert preview.find_problem(frame, items - 1).startswith(f"expected at most {items - 1} items, got at least ")
 
 
 @settings(max_examples=50)
 @given(st.binary(max_size=200) | VALUES.map(msgpack.packb), st.data())
 def test_what_is_cut_short_or_no_msgpack_is_left_to_msgpack(raw: bytes, data: Any) -> None:
     frame = msgpack.packb(LONG)[:-1] + raw
-    preview.problem(frame[: data.draw(st.integers(0, len(frame)))], 50)
-    preview.problem(raw.ljust(preview.SHORT_BYTES + 1, b"\xc1"), 50)
-    preview.front(raw)
+    preview.find_problem(frame[: data.draw(st.integers(0, len(frame)))], 50)
+    preview.find_problem(raw.ljust(preview.SHORT_BYTES + 1, b"\xc1"), 50)
+    preview.leading_fields(raw)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 8, 16, 17, 300, 70_000])
 def test_an_extension_type_is_refused(size: int) -> None:
     frame = msgpack.packb([LONG, msgpack.ExtType(5, bytes(size))])
-    assert preview.problem(frame, 1000) == "expected no extension type, got one"
+    assert preview.find_problem(frame, 1000) == "expected no extension type, got one"
 
 
 # --- messages ----------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ REGIONS = Regions(
     tuple(OutputPlace(number, "r" * 32, 2**62, 2**62) for number in range(64)),
 )
 DESCRIPTION = RequestDescription("m" * 256, SPECS, tuple("o" * 256 for _ in range(64)))
-CASES: Cases = tuple({each.name: each.shape for each in SPECS} for _ in range(16))
+CASES: SelfTestCases = tuple({each.name: each.shape for each in SPECS} for _ in range(16))
 
 
 @pytest.mark.parametrize(
@@ -169,11 +169,11 @@ def test_a_description_full_of_items_is_not_unpacked(unpacked: List[int], unit: 
 def test_the_bound_of_a_request_grows_with_the_tensors_that_it_may_name() -> None:
     description = RequestDescription("m" * 256, SPECS[:2], tuple("o" * 256 for _ in range(3)))
     frame = msgpack.packb(schema.plain(description))
-    assert preview.problem(frame, request_items(2, 3)) == ""
-    assert request_items(64, 64) - request_items(2, 3) == 62 * schema.most_items(TensorSpec) + 61
+    assert preview.find_problem(frame, max_request_items(2, 3)) == ""
+    assert max_request_items(64, 64) - max_request_items(2, 3) == 62 * schema.max_record_items(TensorSpec) + 61
     more = msgpack.packb(schema.plain(DESCRIPTION))
-    assert preview.problem(more, request_items(2, 3)).startswith("expected at most")
-    assert preview.problem(more, request_items(64, 64)) == ""
+    assert preview.find_problem(more, max_request_items(2, 3)).startswith("expected at most")
+    assert preview.find_problem(more, max_request_items(64, 64)) == ""
 
 
 # --- type and id of a message that is not decoded ------------------------------------------------------------------

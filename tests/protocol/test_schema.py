@@ -12,18 +12,18 @@ from weightd.protocol.schema import (
     Metadata,
     boolean,
     decode,
-    describe,
+    describe_fields,
     integer,
     label,
-    left_out,
-    many,
+    omit_default,
+    list_of,
     mapping,
     nullable,
     number,
     one_of,
     plain,
     record,
-    shown,
+    short_repr,
     text,
 )
 
@@ -37,13 +37,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Tree:
-    leaves: Tuple[Leaf, ...] = field(metadata=many(record(Leaf), 3))
+    leaves: Tuple[Leaf, ...] = field(metadata=list_of(record(Leaf), 3))
     best: Optional[Leaf] = field(metadata=nullable(record(Leaf)))
 
 
 @dataclass(frozen=True)
 class Sparse:
-    step: int = field(default=0, metadata=left_out(integer(0, 9)))
+    step: int = field(default=0, metadata=omit_default(integer(0, 9)))
 
 
 class Text(str):
@@ -183,7 +183,7 @@ def test_a_map_holds_its_names_and_values_to_their_bounds() -> None:
 
 
 def test_lists_nest() -> None:
-    kind = many(many(integer(0, 9), 2), 2)
+    kind = list_of(list_of(integer(0, 9), 2), 2)
     assert kind["kind"].check([[1, 2], []]) == ((1, 2), ())
     assert problem(kind, [[1], [2, 10]]) == "[1][1]: expected integer, 0 to 9, got int 10"
 
@@ -196,8 +196,8 @@ def test_no_value_is_shown_at_length() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in (deep, {"a": deep}, (deep,), "x" * 10**6, b"x" * 10**6, 10**30, 1.5, None, True, "a\nb"):
-        assert len(shown(value)) <= 40
-        assert "\n" not in shown(value)
+        assert len(short_repr(value)) <= 40
+        assert "\n" not in short_repr(value)
     while deep:
         deep = deep.pop()
 
@@ -211,9 +211,9 @@ def test_a_name_is_quoted_where_it_must_be(name: object, expected: str) -> None:
 
 
 def test_fields_are_described_for_the_documentation() -> None:
-    assert describe(Leaf) == [
+    assert describe_fields(Leaf) == [
         ("size", "integer, 0 to 9", "required"),
         ("note", "text, 0 to 9 bytes", "none"),
         ("extra", "integer, 0 to 9", None),
     ]
-    assert describe(Tree) == [("leaves", "list of at most 3: Leaf", "required"), ("best", "nil, or Leaf", "required")]
+    assert describe_fields(Tree) == [("leaves", "list of at most 3: Leaf", "required"), ("best", "nil, or Leaf", "required")]

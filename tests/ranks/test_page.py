@@ -32,7 +32,7 @@ def test_the_page_shows_something() -> None:
 def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) -> None:
     with slices.paths[rank].open("rb") as file:
         found = mindir.read(file)
-    assert found.exported
+    assert found.is_mindspore_export
     assert [tuple(each) for each in found.inputs] == [("x", "FP32", (-1, 16))]
     assert [tuple(each) for each in found.outputs] == [("output_0", "FP32", (-1, 8))]
     content = slices.paths[rank].read_bytes()

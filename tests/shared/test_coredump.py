@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weightd.shared.coredump import leave_out_memory
+from weightd.shared.coredump import disable_core_dumps
 
 # Allows core dumps first, which a test runner or a container may not.
 _DIES = """
@@ -43,7 +43,7 @@ def test_a_process_that_crashes_leaves_no_core(tmp_path: Path) -> None:
 def test_a_kernel_without_core_dumps(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_CORE)
     try:
-        leave_out_memory(tmp_path / "none" / "coredump_filter")
+        disable_core_dumps(tmp_path / "none" / "coredump_filter")
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, before)

@@ -9,5 +9,5 @@ from weightd.shared import cores
     ("text", "shortest"), [("0", "0"), ("3,0-1,2", "0-3"), ("8,0-1,3,5-6", "0-1,3,5-6,8"), ("7-7,9,8", "7-9")]
 )
 def test_a_list_of_cores_is_read_and_written(text: str, shortest: str) -> None:
-    assert cores.listed(cores.parse(text)) == shortest
-    assert cores.parse(shortest) == cores.parse(text)
+    assert cores.format_cpulist(cores.parse_cpulist(text)) == shortest
+    assert cores.parse_cpulist(shortest) == cores.parse_cpulist(text)

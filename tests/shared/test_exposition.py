@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
-from weightd.shared.exposition import COUNTER, FAMILIES, HISTOGRAM, exposition, pieces
+from weightd.shared.exposition import COUNTER, FAMILIES, HISTOGRAM, exposition, iterate_text
 
 SECONDS = (0.0005, 0.1, 1.0, 30.0)
 ROWS = (1, 8)
@@ -152,15 +152,15 @@ def test_each_family_is_there_once_with_its_kind_and_a_text() -> None:
     assert len({each.name for each in FAMILIES}) == len(FAMILIES)
     found = families(exposition(RESPONSE))
     assert [(each.name, each.type, each.documentation) for each in found] == [
-        (family.name[: -len("_total")] if family.kind == COUNTER else family.name, family.kind, family.text)
+        (family.name[: -len("_total")] if family.kind == COUNTER else family.name, family.kind, family.help)
         for family in FAMILIES
     ]
     for family in FAMILIES:
         assert re.fullmatch("weightd_[a-z_]+", family.name)
         assert (family.kind == COUNTER) == family.name.endswith("_total")
-        assert family.text.endswith(".")
-        assert "\n" not in family.text
-        assert "\\" not in family.text
+        assert family.help.endswith(".")
+        assert "\n" not in family.help
+        assert "\\" not in family.help
 
 
 def test_who_may_not_see_others_is_told_no_zero_for_what_it_is_not_told() -> None:
@@ -219,7 +219,7 @@ def test_requests_are_told_apart_by_codes_alone() -> None:
 
 
 def test_the_text_comes_in_small_pieces() -> None:
-    assert max(map(len, pieces(RESPONSE))) < 512
+    assert max(map(len, iterate_text(RESPONSE))) < 512
     assert [each for each in FAMILIES if each.kind == HISTOGRAM]
 
 
@@ -232,4 +232,4 @@ def test_the_documents_have_each_metric_with_its_kind_its_labels_and_its_text() 
         for each in FAMILIES
     }
     told = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
-    assert lines == [f"| `{each.name}` | {each.kind} | {told[each.name]} | {each.text} |" for each in FAMILIES]
+    assert lines == [f"| `{each.name}` | {each.kind} | {told[each.name]} | {each.help} |" for each in FAMILIES]

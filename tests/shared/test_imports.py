@@ -4,13 +4,13 @@ import gc
 
 import pytest
 
-from weightd.shared.imports import uncollected
+from weightd.shared.imports import gc_disabled
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_collector_is_back_whatever_the_import_does(fails: bool) -> None:
     try:
-        with uncollected():
+        with gc_disabled():
             assert not gc.isenabled()
             kept = [None]
             if fails:

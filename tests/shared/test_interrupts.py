@@ -10,7 +10,7 @@ from typing import Iterator
 
 import pytest
 
-from weightd.shared.interrupts import never_lost
+from weightd.shared.interrupts import redelivering_interrupts
 
 IS_TOLD = sys.version_info >= (3, 8)
 
@@ -44,7 +44,7 @@ def test_it_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
         del one
         time.sleep(30)
 
-    with pytest.raises(KeyboardInterrupt), never_lost():
+    with pytest.raises(KeyboardInterrupt), redelivering_interrupts():
         swallow_and_wait()
     # Python 3.7 prints what it swallows, and tells nobody else.
     assert not IS_TOLD or capfd.readouterr() == ("", "")
@@ -56,7 +56,7 @@ def test_what_else_is_swallowed_is_told_as_ever(monkeypatch: pytest.MonkeyPatch)
     told: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda each: told.append(each.exc_type))
     hooks = sys.unraisablehook, sys.excepthook
-    with never_lost():
+    with redelivering_interrupts():
         one = Fails()
         del one
     assert told == [OSError]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from weightd.shared.keys import PUBLIC, SECRET, KeyFileError, is_key, read_public, read_secret, text_of
+from weightd.shared.keys import PUBLIC, SECRET, KeyFileError, is_key, read_public, read_secret, format_key_file
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 FORM = "KEY, KEY being 40 characters of Z85, as weightctl keygen writes it"
@@ -45,7 +45,7 @@ def test_what_is_no_key(text: str) -> None:
 
 def test_a_key_is_read_as_it_was_written(file: Path) -> None:
     for kind, read in ((PUBLIC, read_public), (SECRET, read_secret)):
-        file.write_text(text_of(kind, KEY, "of alice", "and of nobody else"))
+        file.write_text(format_key_file(kind, KEY, "of alice", "and of nobody else"))
         assert read(file) == KEY
     file.write_text(f"\n# old\n  {PUBLIC}\t{KEY}  \r\n\n")
     assert read_public(file) == KEY
@@ -67,10 +67,10 @@ def test_what_is_no_file_of_a_key(file: Path, content: bytes) -> None:
 
 
 def test_a_secret_key_is_no_public_one_nor_the_other_way_round(file: Path) -> None:
-    file.write_text(text_of(SECRET, KEY))
+    file.write_text(format_key_file(SECRET, KEY))
     text = "expected a public key, got a secret one; weightctl keygen writes the other to .pub"
     assert refusal(read_public, file) == text
-    file.write_text(text_of(PUBLIC, KEY))
+    file.write_text(format_key_file(PUBLIC, KEY))
     assert refusal(read_secret, file).startswith("expected a secret key, got a public one; ")
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_a_secret_key_is_its_owners_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.write_text(text_of(SECRET, KEY))
+    file.write_text(format_key_file(SECRET, KEY))
     for mode in (0o600, 0o400):
         file.chmod(mode)
         assert read_secret(file) == KEY

@@ -4,7 +4,7 @@ from typing import Optional
 
 import pytest
 
-from weightd.shared.loading import told
+from weightd.shared.loading import progress_text
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from weightd.shared.loading import told
 def test_what_is_known_is_told_and_no_more_exactly_than_that(
     done: Optional[float], left_s: Optional[float], text: str
 ) -> None:
-    assert told(done, left_s) == text
+    assert progress_text(done, left_s) == text

@@ -20,4 +20,4 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_who_has_an_answer_to_give() -> None:
     others = [RANK._replace(rank=0), RANK._replace(reply=None)]
-    assert [each.tells for each in [RANK, *others]] == [True, False, True]
+    assert [each.has_outputs for each in [RANK, *others]] == [True, False, True]

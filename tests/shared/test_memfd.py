@@ -43,7 +43,7 @@ def _file(directory: str) -> int:
 
 def test_what_is_made_keeps_its_size_and_is_taken() -> None:
     descriptor = memfd.create(10_000)
-    assert memfd.size(descriptor) == 10_000
+    assert memfd.checked_size(descriptor) == 10_000
     for nbytes in (0, 9_999, 10_001):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, nbytes)
@@ -53,7 +53,7 @@ def test_what_is_made_keeps_its_size_and_is_taken() -> None:
 
 def test_further_seals_do_no_harm() -> None:
     descriptor = _plain(seals=_SHRINK | _GROW | _SEAL_WRITE)
-    assert memfd.size(descriptor) == 4096
+    assert memfd.checked_size(descriptor) == 4096
     os.close(descriptor)
 
 
@@ -84,7 +84,7 @@ def test_anything_else_is_refused(why: str) -> None:
     descriptor = REFUSED[why]()
     try:
         with pytest.raises(memfd.NotShareable, match=re.escape(why)):
-            memfd.size(descriptor)
+            memfd.checked_size(descriptor)
     finally:
         os.close(descriptor)
 

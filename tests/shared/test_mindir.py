@@ -119,7 +119,7 @@ def test_one_dimension_of_minus_two_is_any_rank() -> None:
     ],
 )
 def test_what_could_not_be_sent_is_told(tensors: List[Tensor], problem: str) -> None:
-    found = list(mindir.problems("input", tensors))
+    found = list(mindir.find_problems("input", tensors))
     assert (problem in found[0]) if problem else not found
 
 
@@ -170,7 +170,7 @@ def survives(data: bytes) -> None:
     except Malformed:
         return
     for what, tensors in (("input", found.inputs), ("output", found.outputs)):
-        list(mindir.problems(what, tensors))
+        list(mindir.find_problems(what, tensors))
 
 
 @given(st.binary(max_size=300))

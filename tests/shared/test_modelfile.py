@@ -20,7 +20,7 @@ from weightd.shared.modelfile import (
     ModelFileError,
     check_locations,
     digest,
-    identity,
+    files_identity,
     model_files,
     pinned_digest,
 )
@@ -210,7 +210,7 @@ def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
 ) -> None:
     path = model(tmp_path, "b.bin")
     (tmp_path / "b.bin").write_bytes(b"weights")
-    pinned = f"{identity(model_files(path))}:known"
+    pinned = f"{files_identity(model_files(path))}:known"
     assert [pinned_digest(path, each) for each in (pinned, "", "no", f"{'5' * 64}:x")] == ["known", *[digest(path)] * 3]
     # What is changed within the same tick of the kernel's clock has the same times.
     clock = tmp_path / "clock"

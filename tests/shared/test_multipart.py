@@ -52,8 +52,8 @@ def test_small_frames_are_copied_and_large_ones_are_not(pair: Pair) -> None:
     small[0] = large[0] = ord("b")
     frames = multipart.receive(pair[1])
     assert [frame.bytes[:1] for frame in frames] == [b"a", b"b"]
-    assert type(multipart.content(frames[0])) is bytes
-    assert multipart.content(frames[1]) is frames[1]
+    assert type(multipart.frame_content(frames[0])) is bytes
+    assert multipart.frame_content(frames[1]) is frames[1]
 
 
 def test_what_has_too_many_frames_is_read_to_its_end_and_shows_that_it_has(pair: Pair) -> None:

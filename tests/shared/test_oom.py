@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightd.shared.oom import go_before_the_daemon
+from weightd.shared.oom import raise_score
 
 # Raises its own score first, as OOMScoreAdjust= of a unit does, then starts the child.
 PARENT = """
@@ -48,14 +48,14 @@ def test_a_child_s_score_is_above_that_of_its_parent() -> None:
 def test_the_score_is_raised_up_to_the_largest(tmp_path: Path, before: str, role: str, after: str) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text(before)
-    go_before_the_daemon(role, file)
+    raise_score(role, file)
     assert file.read_text() == after
 
 
 def test_one_that_was_forked_is_as_far_above_the_daemon_as_any_other(tmp_path: Path) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text("300\n")
-    go_before_the_daemon("worker", file, daemons=100)
+    raise_score("worker", file, daemon_score=100)
     assert file.read_text() == "500\n"
 
 
@@ -63,7 +63,7 @@ def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.Log
     strange = tmp_path / "strange"
     strange.write_text("high")
     with caplog.at_level(logging.DEBUG, "weightd.protocol"):
-        go_before_the_daemon("worker", tmp_path / "missing")
-        go_before_the_daemon("worker", strange)
+        raise_score("worker", tmp_path / "missing")
+        raise_score("worker", strange)
     assert [each.levelname for each in caplog.records] == ["DEBUG", "DEBUG"]
     assert strange.read_text() == "high"

@@ -75,7 +75,7 @@ INTERRUPTED = f"import os, signal as s; s.signal(s.SIGINT, s.SIG_DFL); os.kill(o
 
 
 def test_ctrl_c_is_left_to_the_parent_even_if_it_came_before_the_child_could_say_so() -> None:
-    with parent.without_interrupts():
+    with parent.sigint_blocked():
         child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(os.getpid())], stdout=-1, env=ENVIRONMENT)
     assert child.stdout
     with child, child.stdout:

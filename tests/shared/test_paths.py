@@ -6,7 +6,7 @@ from weightd.shared import paths
 def test_the_unix_socket_lies_beside_the_first_and_that_of_a_daemon_on_tcp_with_its_children_s() -> None:
     assert paths.unix_path("ipc:///run/weightd/weightd.sock", "/elsewhere") == "/run/weightd/weightd.sock.unix"
     one, other = (paths.unix_path(f"tcp://127.0.0.1:{port}", "/run/weightd") for port in (5555, 5556))
-    assert one == f"/run/weightd/{paths.key('tcp://127.0.0.1:5555')}.unix"
+    assert one == f"/run/weightd/{paths.daemon_key('tcp://127.0.0.1:5555')}.unix"
     assert one != other
 
 

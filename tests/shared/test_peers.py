@@ -53,7 +53,7 @@ def test_users_of_this_host_are_told_apart_over_tcp(peers: Peers, host: str) -> 
             user.heard()
             connection, _ = listening.accept()
             with connection:
-                assert peers.of(connection) == Peer(f"uid {uid}", is_local=True)
+                assert peers.identify(connection) == Peer(f"uid {uid}", is_local=True)
                 user.end()
 
 
@@ -62,10 +62,10 @@ def test_the_own_user_is_an_operator(peers: Peers) -> None:
         listening = listener(stack, "127.0.0.1")
         stack.enter_context(socket.create_connection(listening.getsockname()))
         connection = stack.enter_context(listening.accept()[0])
-        assert peers.of(connection) == Peer(f"uid {os.getuid()}", is_local=True, is_operator=True)
+        assert peers.identify(connection) == Peer(f"uid {os.getuid()}", is_local=True, is_operator=True)
         # Where the kernel cannot be asked, all users of this host are one peer.
         peers.close()
-        assert peers.of(connection) == THIS_HOST
+        assert peers.identify(connection) == THIS_HOST
 
 
 def own_address(family: int) -> str:
@@ -110,7 +110,7 @@ def test_a_user_is_the_same_peer_from_every_address_of_this_host(
     far = own_address(family) if source == "own" else source
     with accepted_from(alice, near, source=far, ends=ends) as connection:
         assert connection.getpeername()[0] == far
-        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+        assert peers.identify(connection) == Peer(f"uid {ALICE}", is_local=True)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_socket_bound_to_an_interface_has_its_user(
         host = own_address(socket.AF_INET6 if host == "own6" else socket.AF_INET)
         device = interface_of(host)
     with accepted_from(alice, host, source=source, device=device) as connection:
-        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+        assert peers.identify(connection) == Peer(f"uid {ALICE}", is_local=True)
 
 
 def interface_of(address: str) -> str:
@@ -135,7 +135,7 @@ def interface_of(address: str) -> str:
 
 def test_a_client_of_ipv4_over_a_socket_of_ipv6_has_its_user(peers: Peers, alice: User) -> None:
     with accepted_from(alice, "::", "::ffff:127.0.0.1", source="::ffff:127.9.8.7") as connection:
-        assert peers.of(connection) == Peer(f"uid {ALICE}", is_local=True)
+        assert peers.identify(connection) == Peer(f"uid {ALICE}", is_local=True)
 
 
 @pytest.mark.parametrize("source", ["127.9.8.7", "own"])
@@ -143,7 +143,7 @@ def test_a_client_that_has_closed_its_socket_is_unknown(peers: Peers, alice: Use
     """The kernel shows root as the owner of a closed socket."""
     source = own_address(socket.AF_INET) if source == "own" else source
     with accepted_from(alice, "127.0.0.1", source=source, ends="close") as connection:
-        assert peers.of(connection) == UNKNOWN
+        assert peers.identify(connection) == UNKNOWN
 
 
 def test_a_client_whose_socket_the_kernel_has_forgotten_is_unknown(peers: Peers, alice: User) -> None:
@@ -151,7 +151,7 @@ def test_a_client_whose_socket_the_kernel_has_forgotten_is_unknown(peers: Peers,
     source = own_address(socket.AF_INET)
     with accepted_from(alice, "127.0.0.1", source=source, ends="close", linger_s=1) as connection:
         until(lambda: not knows_socket(connection), "the end of the client's socket")
-        assert peers.of(connection) == UNKNOWN
+        assert peers.identify(connection) == UNKNOWN
 
 
 def knows_socket(connection: socket.socket) -> bool:
@@ -180,7 +180,7 @@ def test_a_listener_on_the_far_port_is_not_the_client(peers: Peers) -> None:
             def getsockopt(self, *_: int) -> bytes:
                 return b"\x01"
 
-        assert peers.of(Redirected()) == THIS_HOST  # type: ignore[arg-type]
+        assert peers.identify(Redirected()) == THIS_HOST  # type: ignore[arg-type]
 
 
 _HIDDEN = """
@@ -251,7 +251,7 @@ def test_a_client_of_another_network_namespace_is_another_host(peers: Peers, nam
             subprocess.Popen([*command, str(listening.getsockname()[1])], stdin=subprocess.PIPE)
         )
         with listening.accept()[0] as connection:
-            assert peers.of(connection) == Peer("host 198.18.0.2")
+            assert peers.identify(connection) == Peer("host 198.18.0.2")
             client.communicate()
 
 
@@ -261,17 +261,17 @@ def test_a_peer_that_has_left_is_nobody(peers: Peers) -> None:
         socket.create_connection(listening.getsockname()).close()
         connection = stack.enter_context(listening.accept()[0])
         assert connection.recv(1) == b""
-        assert peers.of(connection) == UNKNOWN
+        assert peers.identify(connection) == UNKNOWN
         closed = socket.socket()
         closed.close()
-        assert peers.of(closed) == UNKNOWN
+        assert peers.identify(closed) == UNKNOWN
 
 
 def test_a_unix_socket_tells_its_user(peers: Peers) -> None:
     near, far = socket.socketpair()
     with near, far:
         uid = os.getuid()
-        assert peers.of(near) == Peer(f"uid {uid}", uid, is_local=True, is_operator=True)
+        assert peers.identify(near) == Peer(f"uid {uid}", uid, is_local=True, is_operator=True)
 
 
 class Remote:
@@ -300,4 +300,4 @@ class Remote:
     ],
 )
 def test_another_host_is_its_address_or_its_network(peers: Peers, address: str, key: str) -> None:
-    assert peers.of(Remote(address)) == Peer(key)  # type: ignore[arg-type]
+    assert peers.identify(Remote(address)) == Peer(key)  # type: ignore[arg-type]

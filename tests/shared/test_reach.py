@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Tuple
 import pytest
 
 from weightd.shared.modelfile import Model, ModelFileError, digest, open_file
-from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach, _may
+from weightd.shared.reach import OPERATOR, Grant, NotTheirs, Reach, _has_right
 
 from .test_modelfile import mindir, model
 
@@ -55,12 +55,12 @@ def alice_is_staff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(path: Path, *, trusting: bool = False) -> bytes:
-    with Reach(trusting=trusting) as walk, walk.open(walk.root(), str(path))[0] as file:
+    with Reach(is_trusting=trusting) as walk, walk.open_file(walk.root(), str(path))[0] as file:
         return file.read()
 
 
 def read_by(grant: Grant, path: Path) -> bytes:
-    with Reach(grant=grant) as walk, walk.open(*walk.start(str(path)))[0] as file:
+    with Reach(grant=grant) as walk, walk.open_file(*walk.starting_directory(str(path)))[0] as file:
         return file.read()
 
 
@@ -276,7 +276,7 @@ def test_a_real_access_control_list_is_found(tmp_path: Path) -> None:
 
 def may_by_list(uid: int, descriptor: int) -> bool:
     """Return what decides about a user that is neither root nor this one."""
-    return _may(uid, frozenset(), descriptor, os.fstat(descriptor), 4)
+    return _has_right(uid, frozenset(), descriptor, os.fstat(descriptor), 4)
 
 
 def test_below_the_directories_of_a_grant_every_file_is_read_and_no_other(tmp_path: Path, own: Own) -> None:
@@ -342,7 +342,7 @@ def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: K
     with pytest.raises(ModelFileError, match=expected):
         digest(path)
     # The daemon's own copy is read all the same.
-    with Model(path, own=True) as copy:
+    with Model(path, is_own_copy=True) as copy:
         assert len(copy.files) == 2
     own(external, ALICE, 0o600)
     assert digest(path)

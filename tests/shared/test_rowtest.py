@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.protocol.messages.data import TensorSignature
-from weightd.shared.rowtest.bits import rows_that_differ
-from weightd.shared.rowtest.rows import SPECIALS, Special, TestRows, special_rows
+from weightd.shared.rowtest.bits import differing_rows
+from weightd.shared.rowtest.rows import SPECIALS, Special, TestRows, rows_with_special_values
 
 DTYPES = {"FP16": ("<f2", 10), "FP32": ("<f4", 23), "FP64": ("<f8", 52)}
 
@@ -38,8 +38,8 @@ def test_each_float_is_found_by_its_bits(datatype: str, data: Any) -> None:
     rows = {"x": np.array(bits, f"u{dtype.itemsize}").view(dtype)[:, None]}
     for special in SPECIALS:
         expected = [kind_of(each, dtype.itemsize, mantissa) is special for each in bits]
-        assert special_rows(rows, ["x"], [special]).tolist() == expected
-    assert special_rows(rows, ["x"], SPECIALS).any() == any(kind_of(each, dtype.itemsize, mantissa) for each in bits)
+        assert rows_with_special_values(rows, ["x"], [special]).tolist() == expected
+    assert rows_with_special_values(rows, ["x"], SPECIALS).any() == any(kind_of(each, dtype.itemsize, mantissa) for each in bits)
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (7, 9), (0,)])
@@ -48,15 +48,15 @@ def test_every_other_row_has_special_values_and_all_kinds_are_there(datatype: st
     inputs = [TensorSignature("x", datatype, (-1, *dims)), TensorSignature("i", "INT32", (-1, 2))]
     rows = TestRows(inputs, {"x": (1, *dims), "i": (1, 2)})
     assert rows.has_floats
-    found = rows.special(16, SPECIALS)
+    found = rows.with_special_values(16, SPECIALS)
     if dims == (0,):
         return
-    assert special_rows(found, ["i", "x"], SPECIALS)[::2].all()
-    assert all(special_rows(found, ["x"], [special]).any() for special in SPECIALS)
+    assert rows_with_special_values(found, ["i", "x"], SPECIALS)[::2].all()
+    assert all(rows_with_special_values(found, ["x"], [special]).any() for special in SPECIALS)
     # The others, and what the test has used before, stay as they were.
-    before = rows.of([*range(16)])
+    before = rows.select([*range(16)])
     assert found["x"][1::2].tobytes() == before["x"][1::2].tobytes()
-    assert not special_rows(before, ["x"], [Special.NAN, Special.INFINITY]).any()
+    assert not rows_with_special_values(before, ["x"], [Special.NAN, Special.INFINITY]).any()
     assert not TestRows(inputs[1:], {"i": (1, 2)}).has_floats
 
 
@@ -65,4 +65,4 @@ def test_rows_differ_where_any_bit_of_any_output_does() -> None:
     together = {name: array.copy() for name, array in alone.items()}
     together["y"][1, 1] = -0.0
     together["i"][3] = 1
-    assert rows_that_differ(together, alone).tolist() == [False, True, False, True]
+    assert differing_rows(together, alone).tolist() == [False, True, False, True]

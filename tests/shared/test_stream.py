@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Tuple, cast
 import pytest
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import Incoming, Message, head
+from weightd.protocol.framing import Incoming, Message, message_prefix
 from weightd.shared.stream import Stream
 
 FRAMES = [b"envelope", b"", b"tensor" * 100]
@@ -23,7 +23,7 @@ FRAMES = [b"envelope", b"", b"tensor" * 100]
 def ends() -> Iterator[Tuple[Stream, Stream]]:
     """Two ends; the second one takes descriptors."""
     first, second = socket.socketpair()
-    made = Stream(first), Stream(second, takes_descriptors=True)
+    made = Stream(first), Stream(second, accepts_descriptors=True)
     yield made
     for each in made:
         each.close()
@@ -94,7 +94,7 @@ def test_a_message_of_any_size_arrives_both_ways(ends: Tuple[Stream, Stream], si
         frames: List[Any] = [b"envelope", b"", memoryview(bytes(range(256)) * (size // 256)), b"end"]
         assert sender.send(frames) is (sender.unsent == 0)
         (message,) = arrive(sender, receiver)
-        assert message.is_whole
+        assert message.is_complete
         assert [bytes(each) for each in message.frames] == frames
 
 
@@ -109,37 +109,37 @@ def test_a_small_message_is_written_at_once_and_read_at_once(ends: Tuple[Stream,
 
 def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
-    sender.hold()
+    sender.cork()
     assert sender.send([b"1"])
     assert sender.send([b"2"])
     assert receiver.receive() == []
     sender.send([bytes(20_000)])
     sender.send([b"4"])
     assert [len(message.frames[0]) for message in receiver.receive()] == [1, 1, 20_000]
-    assert sender.let_go()
+    assert sender.uncork()
     sender.send([b"5"])
     assert [message.frames for message in receiver.receive()] == [[b"4"], [b"5"]]
     # More than the kernel takes with one call.
-    sender.hold()
+    sender.cork()
     for number in range(3000):
         sender.send([b"%d" % number])
-    assert sender.let_go()
+    assert sender.uncork()
     assert [int(message.frames[0]) for message in receiver.receive()] == [*range(3000)]
     has_more = [receiver.has_more]
     # Behind what waits it waits, too: who has to know when that goes calls `flush`.
     while sender.send([bytes(20_000)]):
         pass
-    sender.hold()
+    sender.cork()
     sender.send([b"last"])
-    assert not sender.let_go()
+    assert not sender.uncork()
     unsent = sender.unsent
     receiver.receive()
     assert [*has_more, receiver.has_more] == [False, True]
     while receiver.receive():
         pass
-    sender.hold()
+    sender.cork()
     sender.send([b"last"])
-    assert not sender.let_go()
+    assert not sender.uncork()
     assert sender.unsent > unsent
 
 
@@ -156,7 +156,7 @@ def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[S
     assert sender.unsent == 0
 
 
-@pytest.mark.parametrize("begun", [b"", head(FRAMES)[:3], head(FRAMES) + b"env", head([bytes(10**6)]) + bytes(9)])
+@pytest.mark.parametrize("begun", [b"", message_prefix(FRAMES)[:3], message_prefix(FRAMES) + b"env", message_prefix([bytes(10**6)]) + bytes(9)])
 def test_an_end_that_closes_is_told_wherever_it_was(ends: Tuple[Stream, Stream], begun: bytes) -> None:
     sender, receiver = ends
     sender.send([b"last"])
@@ -252,7 +252,7 @@ def test_descriptors_without_end_end_the_connection(ends: Tuple[Stream, Stream])
     sender, receiver = ends
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
     for position in range(6):
-        sender.connection.sendmsg([head(FRAMES)[position : position + 1]], rights)
+        sender.connection.sendmsg([message_prefix(FRAMES)[position : position + 1]], rights)
     with pytest.raises(RemoteProtocolError, match="descriptors"):
         read_on(receiver)
 
@@ -261,7 +261,7 @@ def test_as_many_descriptors_as_the_kernel_passes_are_received_and_not_closed_in
     ends: Tuple[Stream, Stream],
 ) -> None:
     sender, receiver = ends
-    sender.connection.send(head([bytes(200_000)]) + b"a large frame begins")
+    sender.connection.send(message_prefix([bytes(200_000)]) + b"a large frame begins")
     receiver.receive()
     for count in (1, 253):
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0] * count))]

@@ -17,7 +17,7 @@ from weightd.daemon.engines import ENGINES
 from weightd.gateway.config.table import GatewayConfig
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, Kind, got, integer, label, mapping, text
+from weightd.protocol.schema import FieldError, Kind, describe_value, integer, label, mapping, text
 from weightd.shared import tables
 from weightd.shared.tables import Problems, derived
 from weightd.shared.userpaths import user_path
@@ -112,7 +112,7 @@ _OF_OWN = ("model", "directory")
 _OF_SERVICE = ("tenant",)
 
 _MODEL_KEYS: Mapping[str, Kind] = {
-    each.name: each.metadata["kind"] for each in tables.keys(ModelConfig) if each.name != "path"
+    each.name: each.metadata["kind"] for each in tables.table_keys(ModelConfig) if each.name != "path"
 }
 
 
@@ -125,17 +125,17 @@ def read(args: Mapping[str, Any]) -> Arguments:
         ArgumentError: they are not usable.
     """
     problems = Problems()
-    own = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.keys(Arguments)}
+    own = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.table_keys(Arguments)}
     known = {**own, **_MODEL_KEYS}
     given: dict[str, Any] = {}
     for name, value in args.items():
         with problems.at(f".{label(name)}"):
             if name not in known:
-                raise FieldError(tables.unknown("argument", str(name), known))
+                raise FieldError(tables.unknown_name_text("argument", str(name), known))
             given[name] = _typed(known[name], value)
     with problems.at(""):
-        arguments = tables.read(Arguments, {key: given[key] for key in given if key in own}, problems)
-        if not problems.wrong():
+        arguments = tables.read_table(Arguments, {key: given[key] for key in given if key in own}, problems)
+        if not problems.wrong_keys():
             arguments = _complete(arguments, {key: given[key] for key in given if key not in own}, problems)
     if problems.errors:
         raise ArgumentError("\n".join(map(str, problems.errors)))
@@ -157,9 +157,9 @@ def _typed(kind: Kind, value: Any) -> Any:
 
 
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
-    problems.note(_together(arguments, table))
-    problems.note(_of_digests(arguments), "model")
-    if problems.wrong():
+    problems.add(_together(arguments, table))
+    problems.add(_of_digests(arguments), "model")
+    if problems.wrong_keys():
         return arguments
     path = "" if arguments.published or not arguments.model else str(Path(arguments.model).absolute())
     arguments = dataclasses.replace(
@@ -198,7 +198,7 @@ def _together(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldE
         if getattr(arguments, key):
             yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
     if arguments.directory and not Path(arguments.directory).is_absolute():
-        yield FieldError(f"expected an absolute path, got {got(arguments.directory)}").at(".directory")
+        yield FieldError(f"expected an absolute path, got {describe_value(arguments.directory)}").at(".directory")
     if arguments.published and not arguments.name:
         yield FieldError("missing: a published model is known by its digest alone").at(".name")
 
@@ -207,7 +207,7 @@ def _of_digests(arguments: Arguments) -> Iterator[FieldError]:
     for key, value in (("model", arguments.published), ("sha256", arguments.sha256)):
         is_given = value or (key == "model" and arguments.model.startswith(PUBLISHED))
         if is_given and not _DIGEST.fullmatch(value):
-            yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {got(value)}").at(f".{key}")
+            yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {describe_value(value)}").at(f".{key}")
     if arguments.published and arguments.sha256 not in ("", arguments.published):
         yield FieldError(f"expected that of the model, {arguments.published}, got {arguments.sha256}").at(".sha256")
 
@@ -224,11 +224,11 @@ def _checked(arguments: Arguments, path: str, problems: Problems) -> ModelConfig
     try:
         model, other = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
     except ConfigError as error:
-        problems.note(FieldError(_of_argument(each, arguments.name)) for each in error.problems)
+        problems.add(FieldError(_of_argument(each, arguments.name)) for each in error.problems)
         return ModelConfig(path)
-    for each in tables.keys(ModelConfig):
+    for each in tables.table_keys(ModelConfig):
         if getattr(model, each.name) != getattr(other, each.name):
-            problems.note(
+            problems.add(
                 [
                     FieldError("expected an absolute path: there is nothing that it could be relative to").at(
                         f".{each.name}"

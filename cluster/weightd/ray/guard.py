@@ -27,7 +27,7 @@ from weightd.protocol.errors import InvalidArgument, WeightdError
 from weightd.ray import configuration
 from weightd.ray.rooms import Room, room
 from weightd.shared import signals
-from weightd.shared.parent import die_with
+from weightd.shared.parent import die_with_parent
 
 _ORDER = 0
 _REPORTS = 1
@@ -159,7 +159,7 @@ def _daemon(found: Room) -> subprocess.Popen[bytes]:
         stdout=_LOG,
         pass_fds=[found.held],
         # There is one thread here.
-        preexec_fn=lambda: die_with(parent),  # noqa: PLW1509
+        preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
     )
 
 

@@ -11,8 +11,8 @@ from typing import Sequence
 
 from weightd.daemon import exits
 from weightd.shared import signals
-from weightd.shared.coredump import leave_out_memory
-from weightd.shared.imports import uncollected
+from weightd.shared.coredump import disable_core_dumps
+from weightd.shared.imports import gc_disabled
 from weightd.shared.interrupts import silent_while_importing
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     with silent_while_importing():
         signals.reset()
         # Before the first process is started, which has it from this one.
-        leave_out_memory()
+        disable_core_dumps()
         from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
 
         serve_as_init()
@@ -40,7 +40,7 @@ def main() -> int:
             # Where the kernel refuses, the daemon says why, and tries again later.
             with contextlib.suppress(OSError):
                 zygote_process = zygote.fork()
-        with uncollected():
+        with gc_disabled():
             from weightd.daemon import command  # noqa: PLC0415 - it takes a few tenths of a second
     return command.main(zygote=zygote_process)
 

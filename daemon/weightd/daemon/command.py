@@ -148,7 +148,7 @@ def _check(options: argparse.Namespace) -> int:
 def _gateway(options: argparse.Namespace) -> NoReturn:
     """Become the gateway: nothing of the daemon is in that process."""
     program = [sys.executable, "-m", "weightd.gateway"]
-    os.execv(sys.executable, [*program, *gatewaycommand.arguments(options)])  # noqa: S606 - no shell is wanted
+    os.execv(sys.executable, [*program, *gatewaycommand.to_arguments(options)])  # noqa: S606 - no shell is wanted
 
 
 def _exit_on_signal(number: int, _: object) -> None:
@@ -238,6 +238,6 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_arguments(commands.add_parser("doctor", help=doctor.HELP))
 
     gateway = commands.add_parser("gateway", help=gatewaycommand.HELP)
-    gatewaycommand.describe(gateway)
+    gatewaycommand.add_arguments(gateway)
     gateway.set_defaults(run=_gateway)
     return parser

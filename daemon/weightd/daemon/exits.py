@@ -9,7 +9,7 @@ from weightd.shared import commandline
 OK = 0
 MODEL_FAILED = 1  # it ran, but a model could not be served
 PROCESS_DIED = 2  # it served, and stopped when it was told to; but a process ended before that was not asked to
-USAGE = commandline.USAGE
+USAGE = commandline.EXIT_USAGE
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, a directory or a thread cannot be had, or another daemon has the socket
 CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
 INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it

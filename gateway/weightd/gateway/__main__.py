@@ -22,7 +22,7 @@ from weightd.gateway.server import Server
 from weightd.gateway.service import Service
 from weightd.shared import gatewaycommand, signals
 from weightd.shared.commandline import Parser
-from weightd.shared.coredump import leave_out_memory
+from weightd.shared.coredump import disable_core_dumps
 from weightd.shared.init import serve_as_init
 
 OK = 0
@@ -33,7 +33,7 @@ CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end t
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = parser().parse_args(arguments)
-    leave_out_memory()
+    disable_core_dumps()
     heap.set_up()
     logs.set_up(logging.DEBUG if options.verbose else logging.INFO)
     path = (Path(options.config) if options.config else default_path()).absolute()
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
     parser = Parser(prog="weightd gateway")
     parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
-    gatewaycommand.describe(parser)
+    gatewaycommand.add_arguments(parser)
     return parser
 
 

@@ -18,7 +18,7 @@ from weightd.gateway.codes import TooLarge
 from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 from weightd.protocol.tensors import NUMPY_DTYPE
 
 Array = NDArray[Any]
@@ -72,7 +72,7 @@ def checked_datatype(name: str, datatype: object) -> str:
         InvalidArgument: weightd has no such one.
     """
     if type(datatype) is not str or datatype not in ITEM_BYTES:
-        raise InvalidArgument(f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {got(datatype)}")
+        raise InvalidArgument(f"{label(name)}: datatype: expected one of {', '.join(ITEM_BYTES)}, got {describe_value(datatype)}")
     return datatype
 
 
@@ -85,12 +85,12 @@ def checked_shape(name: str, shape: object) -> Sequence[int]:
     dims = _sequence(shape)
     if dims is None or len(dims) > limits.MAX_RANK:
         raise InvalidArgument(
-            f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {got(shape)}"
+            f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {describe_value(shape)}"
         )
     checked: list[int] = []
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
-            raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {got(dim)}")
+            raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {describe_value(dim)}")
         checked.append(dim)
     if math.prod(dim for dim in checked if dim) > _MOST_ELEMENTS:
         raise InvalidArgument(f"{label(name)}: shape: expected at most {_MOST_ELEMENTS} elements, got {checked}")
@@ -133,7 +133,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
     if datatype in _RAW_ALONE:
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
     if type(values) is not list:
-        raise InvalidArgument(f"{label(name)}: data: expected a list, got {got(values)}")
+        raise InvalidArgument(f"{label(name)}: data: expected a list, got {describe_value(values)}")
     given: Sequence[Any] = cast("list[object]", values)
     flat = _flat(name, shape, given) if given and type(given[0]) is list else given
     if len(flat) != math.prod(shape):
@@ -177,7 +177,7 @@ def _lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[l
     for each in values:
         if type(each) is not list:
             raise InvalidArgument(
-                f"{label(name)}: data: expected lists nested as the shape {list(shape)}, got {got(each)}"
+                f"{label(name)}: data: expected lists nested as the shape {list(shape)}, got {describe_value(each)}"
             )
         yield each
 
@@ -189,7 +189,7 @@ def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
     has_fractions = dtype.kind in "iu" and float in kinds and not all(map(_is_whole, flat))
     if wrong or has_fractions:
         first = next(each for each in flat if type(each) in wrong or (has_fractions and not _is_whole(each)))
-        raise InvalidArgument(f"{label(name)}: data: expected {_CALLED[dtype.kind]} for {datatype}, got {got(first)}")
+        raise InvalidArgument(f"{label(name)}: data: expected {_CALLED[dtype.kind]} for {datatype}, got {describe_value(first)}")
     try:
         with np.errstate(over="ignore"):
             # Of a float numpy would not tell that it is too large.

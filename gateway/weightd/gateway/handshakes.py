@@ -160,7 +160,7 @@ class Handshakes:
         if not self._shares.take(key):
             connection.close()
             why = f"{peer.key} has its share of {self._most} TLS handshakes under way"
-            untold = self._refusals.tell(peer.key, time.monotonic())
+            untold = self._refusals.record(peer.key, time.monotonic())
             if untold is not None:
                 more = f" ({untold} more since the last such line)" if untold else ""
                 _log.warning("new connection refused: %s%s", why, more)

@@ -108,7 +108,7 @@ class Accepting:
 
     def _take(self, connection: socket.socket, now: float) -> None:
         connection.setblocking(False)
-        peer = self._peers.of(connection)
+        peer = self._peers.identify(connection)
         if not peer.is_known:
             connection.close()
             return
@@ -119,7 +119,7 @@ class Accepting:
         with connection, contextlib.suppress(OSError):
             if self._refusal is not None:
                 connection.send(self._refusal(why))
-        untold = self._refusals.tell(peer.key, now)
+        untold = self._refusals.record(peer.key, now)
         if untold is not None:
             more = f" ({untold} more since the last such line)" if untold else ""
             _log.warning("new connection refused: %s%s", why, more)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from weightd.shared.journal import flat, prefixed, priority_of, to_journal
+from weightd.shared.journal import to_one_line, add_priority, priority_of, is_connected_to_journal
 from weightd.shared.seldom import Seldom
 
 _STDERR = 2
@@ -20,7 +20,7 @@ _failures = Seldom(_FAILURES_S)
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
     """Log an error that nothing has foreseen, with its traceback: seldom, as a caller may cause it again and again."""
-    left_out = _failures.tell(type(error).__name__, time.monotonic())
+    left_out = _failures.record(type(error).__name__, time.monotonic())
     if left_out is not None:
         more = f" ({left_out} more since the last such line)" if left_out else ""
         log.error("%s%s", what, more, exc_info=error)
@@ -34,22 +34,22 @@ class LineFormatter(logging.Formatter):
         self._journal = journal
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
-        return flat(super().formatMessage(record))
+        return to_one_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:  # noqa: D102
         text = super().format(record)
-        return prefixed(text, priority_of(record.levelno)) if self._journal else text
+        return add_priority(text, priority_of(record.levelno)) if self._journal else text
 
 
 def set_up(level: int) -> None:
     """Log to stderr, from this level on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(journal=to_journal(os.environ, _STDERR)))
+    handler.setFormatter(LineFormatter(journal=is_connected_to_journal(os.environ, _STDERR)))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("weightd").setLevel(level)
 
 
 def complain(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
-    line = flat(f"weightd gateway: {text}")
-    print(prefixed(line, priority_of(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+    line = to_one_line(f"weightd gateway: {text}")
+    print(add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line, file=sys.stderr)

@@ -23,7 +23,7 @@ class Manager:
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self._address = environment.pop("NOTIFY_SOCKET", "")
-        self.sockets = [socket.socket(fileno=each) for each, _ in servicemanager.inherited(environment)]
+        self.sockets = [socket.socket(fileno=each) for each, _ in servicemanager.take_listen_fds(environment)]
 
     def notify(self, *assignments: str) -> None:
         """Tell it something, such as "READY=1"; where that cannot be, the log has it."""
@@ -36,4 +36,4 @@ class Manager:
 
     def reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
-        self.notify(*servicemanager.reloading())
+        self.notify(*servicemanager.reloading_message())

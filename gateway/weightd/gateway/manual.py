@@ -12,7 +12,7 @@ from pathlib import Path
 from weightd.gateway.config.table import GatewayConfig
 from weightd.protocol.version import VERSION
 from weightd.shared.commandline import Parser
-from weightd.shared.manual.reference import Key, keys
+from weightd.shared.manual.reference import Key, iterate_keys
 from weightd.shared.manual.roff import Page, bold, italic
 
 _DESCRIPTION = """\
@@ -66,7 +66,7 @@ def page() -> str:
     page.heading("DESCRIPTION")
     page.text(_DESCRIPTION)
     page.heading("[gateway]")
-    for key in keys(GatewayConfig):
+    for key in iterate_keys(GatewayConfig):
         page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
     page.heading("CALLERS")
     page.text(_CALLERS)
@@ -86,7 +86,7 @@ def _kind(key: Key) -> str:
 
 def example() -> str:
     """Return a configuration in which whoever is on this host may ask, and each other key is a comment."""
-    return "\n".join([_FIRST, *(line for key in keys(GatewayConfig) for line in _lines(key)), _LAST])
+    return "\n".join([_FIRST, *(line for key in iterate_keys(GatewayConfig) for line in _lines(key)), _LAST])
 
 
 def _lines(key: Key) -> Iterator[str]:

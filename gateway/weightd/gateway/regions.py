@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weightd.gateway.callers import Caller
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) has its files
 
@@ -158,19 +158,19 @@ class Regions:
     def _opened(self, key: object, offset: int, nbytes: int) -> Region:
         match = _KEY.fullmatch(key) if type(key) is str else None
         if match is None or match.group(1).startswith(_SEMAPHORE):
-            raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {got(key)}")
+            raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {describe_value(key)}")
         path = self._directory / match.group(1)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             # The same for a file that there is not and for another's.
             raise InvalidArgument(
-                f"key: expected a file of the user that the gateway runs as, got {got(key)}"
+                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
             ) from None
         region = Region(str(key), descriptor, offset, nbytes)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise InvalidArgument(f"key: expected a file of the user that the gateway runs as, got {got(key)}")
+            raise InvalidArgument(f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}")
         if not nbytes or offset + nbytes > found.st_size:
             raise InvalidArgument(
                 f"byte_size: expected 1 to {max(0, found.st_size - offset)} from {offset} on, got {nbytes}"
@@ -180,5 +180,5 @@ class Regions:
 
 def _number(what: str, value: object) -> int:
     if type(value) is not int or not 0 <= value <= limits.MAX_COUNT:
-        raise InvalidArgument(f"{what}: expected integer, 0 to {limits.MAX_COUNT}, got {got(value)}")
+        raise InvalidArgument(f"{what}: expected integer, 0 to {limits.MAX_COUNT}, got {describe_value(value)}")
     return value

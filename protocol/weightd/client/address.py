@@ -13,13 +13,13 @@ from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unavailable
 from weightd.shared import paths, tcp
 
-_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
+_START_HINT = "start it with `weightd serve CONFIG` or `weightd run MODEL`"
 
 
-_UNIX, _IPC = "unix://", "ipc://"
-_UNIX_SUFFIX = paths.unix_path(_IPC)
+_UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
+_UNIX_SUFFIX = paths.unix_path(_IPC_SCHEME)
 
-FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp.FORM}"
+EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {tcp.EXPECTED_FORM}"
 """For people: what `parse` takes."""
 
 
@@ -32,9 +32,9 @@ class Address(NamedTuple):
         zeromq: the address of its ZeroMQ socket, "" where it is not to be used.
     """
 
-    given: str
-    unix: str
-    zeromq: str
+    text: str
+    unix_path: str
+    zmq_address: str
 
 
 class NoDaemon(Unavailable):
@@ -46,18 +46,18 @@ class NoDaemon(Unavailable):
     """
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"no daemon at {path}: {why}; {_HINT}")
+        super().__init__(f"no daemon at {path}: {why}; {_START_HINT}")
         self.path = path
-        self.why = why
+        self.reason = why
 
 
-def no_daemon(failures: Sequence[NoDaemon]) -> Unavailable:
+def no_daemon_error(failures: Sequence[NoDaemon]) -> Unavailable:
     """Return the error of a client that has tried several addresses; it names all of them."""
-    tried = ", and none ".join(f"at {each.path}: {each.why}" for each in failures)
-    return Unavailable(f"no daemon {tried}; {_HINT}")
+    tried = ", and none ".join(f"at {each.path}: {each.reason}" for each in failures)
+    return Unavailable(f"no daemon {tried}; {_START_HINT}")
 
 
-def parse(address: str) -> Address:
+def parse_address(address: str) -> Address:
     """Return the ways to a daemon: without a scheme, all that there are.
 
     Raises:
@@ -66,16 +66,16 @@ def parse(address: str) -> Address:
     try:
         os.fsencode(address)
     except UnicodeEncodeError:
-        raise InvalidArgument(f"expected an address {FORMS}, got {address!r}") from None
-    path = address[len(_UNIX) :] if address.startswith(_UNIX) else ipc_path(address) or address
+        raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}") from None
+    path = address[len(_UNIX_SCHEME) :] if address.startswith(_UNIX_SCHEME) else ipc_path(address) or address
     if path.startswith("/") and "\0" not in path:
-        if address.startswith(_IPC):
+        if address.startswith(_IPC_SCHEME):
             return Address(address, "", address)
         plain = path[: -len(_UNIX_SUFFIX)] if path.endswith(_UNIX_SUFFIX) else path
-        zeromq = f"{_IPC}{plain}"
-        return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX) else zeromq)
+        zeromq = f"{_IPC_SCHEME}{plain}"
+        return Address(address, paths.unix_path(zeromq), "" if address.startswith(_UNIX_SCHEME) else zeromq)
     if not tcp.is_address(address):
-        raise InvalidArgument(f"expected an address {FORMS}, got {address!r}")
+        raise InvalidArgument(f"expected an address {EXPECTED_FORMS}, got {address!r}")
     return Address(address, "", address)
 
 
@@ -85,15 +85,15 @@ def default_addresses() -> List[str]:
     That is $WEIGHTD_SOCKET alone if it is set, else this user's own daemon and then the system's. Whether a socket file
     exists says nothing: a daemon that was killed leaves its file behind.
     """
-    given = os.environ.get("WEIGHTD_SOCKET")
-    if given:
-        return [given]
-    own, system = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
-    directories = [system] if own == system or _is_foreign(own) else [own, system]
+    configured = os.environ.get("WEIGHTD_SOCKET")
+    if configured:
+        return [configured]
+    user_dir, system_dir = paths.runtime_dir(), paths.SYSTEM_RUNTIME_DIR
+    directories = [system_dir] if user_dir == system_dir or _is_owned_by_other_user(user_dir) else [user_dir, system_dir]
     return [ipc_path(paths.socket_address(each)) for each in directories]
 
 
-def _is_foreign(directory: str) -> bool:
+def _is_owned_by_other_user(directory: str) -> bool:
     """Whether it is another user's: anyone may make a directory in /tmp, and wait there for our tensors."""
     try:
         return os.lstat(directory).st_uid not in (os.getuid(), 0)
@@ -103,10 +103,10 @@ def _is_foreign(directory: str) -> bool:
 
 def ipc_path(address: str) -> str:
     """Return the path of an ipc:// address, "" for any other."""
-    return address[len(_IPC) :] if address.startswith(_IPC) else ""
+    return address[len(_IPC_SCHEME) :] if address.startswith(_IPC_SCHEME) else ""
 
 
-def check(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise what a connection of ZeroMQ to `address` would meet, where that can be known at once.
 
     libzmq connects in the background and tries again for ever: without this, a wrong path or a missing permission
@@ -117,25 +117,25 @@ def check(address: str) -> None:
     """
     path = ipc_path(address)
     if path:
-        with new_socket() as probe:
-            knock(probe, path)
+        with new_unix_socket() as probe:
+            connect_unix(probe, path)
 
 
-def new_socket() -> socket.socket:
+def new_unix_socket() -> socket.socket:
     """Return a unix socket that does not block.
 
     Raises:
         Unavailable: there is no descriptor left.
     """
     try:
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
         raise Unavailable(f"cannot make a socket: {error.strerror}") from None
-    made.setblocking(False)
-    return made
+    connection.setblocking(False)
+    return connection
 
 
-def knock(connection: socket.socket, path: str) -> bool:
+def connect_unix(connection: socket.socket, path: str) -> bool:
     """Connect a unix socket that does not block; return False where the daemon's backlog is full: it is there.
 
     Raises:
@@ -154,25 +154,25 @@ def knock(connection: socket.socket, path: str) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        raise _explain(error, path) from None
+        raise _connect_error(error, path) from None
     return True
 
 
-def _explain(error: OSError, path: str) -> RequestError:
+def _connect_error(error: OSError, path: str) -> RequestError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return PermissionDenied(
             f"this user may not connect to {path}: {error.strerror}; ask for membership of the socket's group"
         )
     if error.errno == errno.ENOENT:
         return NoDaemon(path, "there is no socket")
-    if error.errno == errno.EPROTOTYPE or _is_other(path):
+    if error.errno == errno.EPROTOTYPE or _is_not_socket(path):
         return InvalidArgument(f"{path} is not a socket of weightd")
     if error.errno == errno.ECONNREFUSED:
         return NoDaemon(path, "nobody listens on the socket")
     return Unavailable(f"cannot connect to {path}: {error.strerror}")
 
 
-def _is_other(path: str) -> bool:
+def _is_not_socket(path: str) -> bool:
     """Whether something is there that is no socket."""
     try:
         return not stat.S_ISSOCK(Path(path).stat().st_mode)

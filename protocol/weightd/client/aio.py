@@ -31,12 +31,12 @@ from typing import (
 from weightd.client import aioflow, curve, flow
 from weightd.client.connection import Connection, Gone
 from weightd.client.copying import Uncopied
-from weightd.client.core import Call, Question
+from weightd.client.core import Call, PreparedCall
 from weightd.client.curve import KeyFile
-from weightd.client.inputs import Untyped, typed
+from weightd.client.inputs import Untyped, to_typed_inputs
 from weightd.client.model import DEFAULT_IN_FLIGHT, AsyncModel
-from weightd.client.retry import Attempts, Retry, checked
-from weightd.client.session import BUSY_S, DEFAULT_TIMEOUT_S, LOST, Session, extended
+from weightd.client.retry import Attempts, Retry, check_retry
+from weightd.client.session import BUSY_RETRY_INTERVAL_S, DEFAULT_TIMEOUT_S, CONNECTION_LOST_ERRORS, Session, extended_deadline
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.messages.control import (
     ModelMetadataResponse,
@@ -103,20 +103,20 @@ class AsyncClient(Uncopied):
         server_key: Optional[KeyFile] = None,
         retry: Optional[Retry] = None,
     ) -> None:
-        self._retry = checked(retry)
-        self._session = Session(address, timeout, tenant, curve.read(key, server_key))
+        self._retry = check_retry(retry)
+        self._session = Session(address, timeout, tenant, curve.read_keys(key, server_key))
         self._core = self._session.core
         self._loop: Optional[asyncio.AbstractEventLoop] = None
-        self._connects = False
-        self._awaits_room = False
+        self._is_connecting = False
+        self._is_writer_registered = False
         # What is sent is kept back until all tasks that may go on have done so.
-        self._holds = False
-        self._waiting: List[asyncio.Future[bool]] = []
+        self._is_corked = False
+        self._change_waiters: List[asyncio.Future[bool]] = []
 
     @property
     def address(self) -> str:
         """Where the daemon is looked for, as it was asked for."""
-        return self._session.address.given
+        return self._session.address.text
 
     @property
     def transport(self) -> str:
@@ -130,7 +130,7 @@ class AsyncClient(Uncopied):
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
         """Return a new numpy array of any content, in memory that the daemon's workers see: as `Client.empty`."""
-        return self._core.sharing.arena.empty(shape, dtype)
+        return self._core.shm_tensors.arena.empty(shape, dtype)
 
     def model(
         self,
@@ -165,18 +165,18 @@ class AsyncClient(Uncopied):
         """
         if self._retry is not None and out is None:
             # An `out`, be it an empty one, is for one attempt.
-            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
-            return await self._retrying(lambda left: once(timeout=left), timeout)
-        seconds, more = self._begin(timeout)
+            infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return await self._with_retries(lambda left: infer_once(timeout=left), timeout)
+        seconds, grace_s = self._resolve_timeout(timeout)
         deadline = time.monotonic() + seconds
         try:
-            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
         except Untyped:
-            question = None
-        if question is None:
-            named, seconds = await self._typed(model, inputs, deadline, more)
-            question = self._core.infer(model, named, seconds, outputs, out, priority)
-        answer: Dict[str, Any] = await self._answer(question, deadline, deadline + more)
+            prepared = None
+        if prepared is None:
+            typed_inputs, seconds = await self._to_typed_inputs(model, inputs, deadline, grace_s)
+            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
+        answer: Dict[str, Any] = await self._send_and_wait(prepared, deadline, deadline + grace_s)
         return answer
 
     def map(
@@ -193,33 +193,33 @@ class AsyncClient(Uncopied):
 
         Inputs are waited for beside the outputs, so that one may depend on outputs of an earlier one.
         """
-        flow.check(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
+        flow.check_map_arguments(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
-        return aioflow.answers(partial(self.infer, model, **options), inputs, in_flight)
+        return aioflow.map_ordered(partial(self.infer, model, **options), inputs, in_flight)
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: as `Client.ready`."""
-        answer: ReadyResponse = await self._ask(partial(self._core.ready, model), timeout)
+        answer: ReadyResponse = await self._query(partial(self._core.ready, model), timeout)
         return answer
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives: as `Client.metadata`."""
-        answer: ModelMetadataResponse = await self._ask(partial(self._core.model_metadata, model), timeout)
+        answer: ModelMetadataResponse = await self._query(partial(self._core.model_metadata, model), timeout)
         return answer
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
         """Return the daemon's version and the names of its models: as `Client.server`."""
-        answer: ServerMetadataResponse = await self._ask(self._core.server_metadata, timeout)
+        answer: ServerMetadataResponse = await self._query(self._core.server_metadata, timeout)
         return answer
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
         """Return what the daemon is doing: as `Client.status`."""
-        answer: StatusResponse = await self._ask(self._core.status, timeout)
+        answer: StatusResponse = await self._query(self._core.status, timeout)
         return answer
 
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return what the daemon has counted: as `Client.metrics`."""
-        answer: MetricsResponse = await self._ask(self._core.metrics, timeout)
+        answer: MetricsResponse = await self._query(self._core.metrics, timeout)
         return answer
 
     async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
@@ -233,7 +233,7 @@ class AsyncClient(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: EventsResponse = await self._ask(partial(self._core.events, after, model), timeout)
+        answer: EventsResponse = await self._query(partial(self._core.events, after, model), timeout)
         return answer
 
     async def logs(
@@ -250,7 +250,7 @@ class AsyncClient(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: LogsResponse = await self._ask(partial(self._core.logs, model, process, lines), timeout)
+        answer: LogsResponse = await self._query(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     async def update(
@@ -263,28 +263,28 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
         """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
-        question = partial(self._core.update, model, path, weights, rollback=rollback)
-        answer: UpdateResponse = await self._once(question, timeout)
+        prepare = partial(self._core.update, model, path, weights, rollback=rollback)
+        answer: UpdateResponse = await self._query_once(prepare, timeout)
         return answer
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
         """Have the daemon read its configuration file again: as `Client.reload`."""
-        answer: ReloadResponse = await self._ask(self._core.reload, timeout)
+        answer: ReloadResponse = await self._query(self._core.reload, timeout)
         return answer
 
     async def close(self) -> None:
         """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
         session = self._session
-        if session.is_foreign or session.closed:
+        if session.is_forked_copy or session.closed:
             return
         self._running_loop()
-        session.end()
-        self._forget_descriptors()
+        session.mark_closed()
+        self._unregister_descriptors()
         session.connection.close()
-        self._notify()
+        self._notify_waiters()
 
     async def __aenter__(self) -> AsyncClient:
-        await self._retrying(self._open, None)
+        await self._with_retries(self._ensure_connected, None)
         return self
 
     async def __aexit__(
@@ -307,167 +307,167 @@ class AsyncClient(Uncopied):
             self._loop = running
         return running
 
-    def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
+    def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
         """Return what `Session.patience_of` does, if the client may be used."""
-        self._session.check()
+        self._session.check_usable()
         self._running_loop()
-        return self._session.patience_of(timeout)
+        return self._session.resolve_timeout(timeout)
 
-    async def _open(self, timeout: Optional[float]) -> None:
-        await self._make_ready(time.monotonic() + self._begin(timeout)[0])
+    async def _ensure_connected(self, timeout: Optional[float]) -> None:
+        await self._ensure_writable(time.monotonic() + self._resolve_timeout(timeout)[0])
 
-    async def _ask(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
-        return await self._retrying(partial(self._once, question), timeout)
+    async def _query(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
+        return await self._with_retries(partial(self._query_once, prepare), timeout)
 
-    async def _once(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
-        seconds, more = self._begin(timeout)
+    async def _query_once(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
+        seconds, grace_s = self._resolve_timeout(timeout)
         deadline = time.monotonic() + seconds
-        return await self._answer(question(), deadline, deadline + more)
+        return await self._send_and_wait(prepare(), deadline, deadline + grace_s)
 
-    async def _typed(self, model: str, inputs: Inputs, deadline: float, more: float) -> Tuple[Dict[str, Any], float]:
+    async def _to_typed_inputs(self, model: str, inputs: Inputs, deadline: float, grace_s: float) -> Tuple[Dict[str, Any], float]:
         """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
-        named = self._core.typed(model, inputs)
-        if named is None:
-            question = self._core.asking(model)
+        typed_inputs = self._core.typed_inputs(model, inputs)
+        if typed_inputs is None:
+            prepared = self._core.metadata_call(model)
             try:
-                takes: ModelMetadataResponse = await self._answer(question, deadline, deadline + more)
+                metadata: ModelMetadataResponse = await self._send_and_wait(prepared, deadline, deadline + grace_s)
             except BaseException as error:
-                self._core.not_asked(question, error)
+                self._core.abort_metadata_call(prepared, error)
                 raise
-            named = typed(inputs, model, takes.inputs)
-        return named, deadline - time.monotonic()
+            typed_inputs = to_typed_inputs(inputs, model, metadata.inputs)
+        return typed_inputs, deadline - time.monotonic()
 
-    async def _retrying(self, ask: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
+    async def _with_retries(self, attempt: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
         """Return what `ask` does within so many seconds, by further attempts where those may help."""
         if self._retry is None:
-            return await ask(timeout)
-        attempts = Attempts(self._retry, self._begin(timeout)[0])
+            return await attempt(timeout)
+        attempts = Attempts(self._retry, self._resolve_timeout(timeout)[0])
         while True:
             try:
-                return await ask(attempts.left())
+                return await attempt(attempts.remaining_s())
             except RequestError as error:
                 pause = attempts.pause_after(error)
                 if pause is None:
                     raise
-            await self._rest(pause)
+            await self._sleep_unless_closed(pause)
 
-    async def _rest(self, seconds: float) -> None:
+    async def _sleep_unless_closed(self, seconds: float) -> None:
         """Wait for so long, if the client is not closed meanwhile."""
-        end = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         with contextlib.suppress(_Rested):
             while True:
-                self._session.check()
-                await self._until_changed(end, _Rested)
+                self._session.check_usable()
+                await self._wait_for_change(deadline, _Rested)
 
-    async def _answer(self, question: Question, deadline: float, last: float) -> Any:
+    async def _send_and_wait(self, prepared: PreparedCall, deadline: float, answer_deadline: float) -> Any:
         """Send until the deadline, and wait for the answer until the last moment."""
-        call, frames = question
+        call, frames = prepared
         try:
             if frames:
                 await self._send(frames, deadline, call)
             if not call.done:
-                ended = self._running_loop().create_future()
-                call.when_done(partial(_end, ended, in_time=True))
-                await self._until(ended, last, self._session.no_answer)
+                finished = self._running_loop().create_future()
+                call.add_done_callback(partial(_resolve_future, finished, in_time=True))
+                await self._wait_for(finished, answer_deadline, self._session.answer_timeout_error)
         except asyncio.CancelledError:
-            self._take_back(call)
+            self._cancel_call(call)
             raise
         return call.result()
 
     async def _send(self, frames: List[Any], deadline: float, call: Call) -> None:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
         session = self._session
-        if self._core.calls and not self._holds:
+        if self._core.calls and not self._is_corked:
             # Answers come together, and then what is asked next: it goes together, too.
-            self._holds = True
-            session.connection.hold()
-            self._running_loop().call_soon(self._let_go, session.connection)
+            self._is_corked = True
+            session.connection.cork()
+            self._running_loop().call_soon(self._uncork, session.connection)
         try:
-            sent_at = session.send(frames, call)
+            target_sent = session.send(frames, call)
         except Gone:
-            await self._make_ready(deadline)
+            await self._ensure_writable(deadline)
             try:
-                sent_at = session.send(frames, call)
+                target_sent = session.send(frames, call)
             except Gone as error:
                 # Hung up as soon as it was there: the daemon has said why.
                 while not session.connection.closed:
                     self._read()
-                raise session.verdict or error from None
+                raise session.protocol_error or error from None
         connection = session.connection
-        self._has_sent(connection)
-        while connection.sent < sent_at and not connection.closed:
-            await self._until_changed(deadline, session.not_read)
+        self._on_sent(connection)
+        while connection.sent < target_sent and not connection.closed:
+            await self._wait_for_change(deadline, session.send_timeout_error)
 
-    def _let_go(self, connection: Connection) -> None:
-        self._holds = False
+    def _uncork(self, connection: Connection) -> None:
+        self._is_corked = False
         if not connection.closed:
-            connection.let_go()
-            self._await_room()
+            connection.uncork()
+            self._update_writer()
 
-    async def _make_ready(self, deadline: float) -> None:
+    async def _ensure_writable(self, deadline: float) -> None:
         """Have a connection that takes a message now."""
         session = self._session
         while True:
-            session.check()
+            session.check_usable()
             connection = session.connection
             if connection.closed:
                 await self._connect(deadline)
-            elif connection.is_spoilt:
+            elif connection.is_broken:
                 while not connection.closed:
                     self._read()
             elif connection.unsent:
-                await self._until_changed(deadline, session.not_read)
+                await self._wait_for_change(deadline, session.send_timeout_error)
             else:
                 return
 
     async def _connect(self, deadline: float) -> None:
         """Connect, or wait until another task has tried."""
-        if self._connects:
-            await self._until_changed(deadline, self._session.no_connection)
+        if self._is_connecting:
+            await self._wait_for_change(deadline, self._session.connect_timeout_error)
             return
-        self._connects = True
+        self._is_connecting = True
         try:
             connection = await self._new_connection(deadline)
         finally:
-            self._connects = False
-            self._notify()
-        self._session.connected(connection)
+            self._is_connecting = False
+            self._notify_waiters()
+        self._session.on_connected(connection)
         for descriptor in connection.descriptors:
             self._running_loop().add_reader(descriptor, self._read)
 
     async def _new_connection(self, deadline: float) -> Connection:
-        making = self._session.connecting()
+        steps = self._session.connect_steps()
         loop = self._running_loop()
         try:
             while True:
-                descriptor = next(making)
+                descriptor = next(steps)
                 if descriptor is None:
                     if time.monotonic() > deadline:
-                        raise self._session.no_connection()
-                    await asyncio.sleep(BUSY_S)
+                        raise self._session.connect_timeout_error()
+                    await asyncio.sleep(BUSY_RETRY_INTERVAL_S)
                 else:
-                    loop.add_reader(descriptor, self._notify)
+                    loop.add_reader(descriptor, self._notify_waiters)
                     try:
-                        await self._until_changed(deadline, self._session.no_connection)
+                        await self._wait_for_change(deadline, self._session.connect_timeout_error)
                     finally:
                         loop.remove_reader(descriptor)
-                self._session.check()
+                self._session.check_usable()
         except StopIteration as made:
             return cast(Connection, made.value)
         finally:
-            making.close()
+            steps.close()
 
-    def _take_back(self, call: Call) -> None:
+    def _cancel_call(self, call: Call) -> None:
         """Nobody waits for it any more: no worker shall begin with it."""
-        if call.expects is InferResponse and self._core.is_under_way(call):
+        if call.expects is InferResponse and self._core.is_tracked(call):
             with contextlib.suppress(Gone):
-                self._session.send(self._core.cancel(call))
-            self._has_sent(self._session.connection)
+                self._session.send(self._core.cancel_frames(call))
+            self._on_sent(self._session.connection)
 
-    def _has_sent(self, connection: Connection) -> None:
+    def _on_sent(self, connection: Connection) -> None:
         if not connection.is_idle():
             self._read()
-        self._await_room()
+        self._update_writer()
 
     def _read(self) -> None:
         """Take in what has come, or the loss of the connection."""
@@ -476,82 +476,82 @@ class AsyncClient(Uncopied):
         try:
             while True:
                 for message in connection.receive():
-                    self._core.received(message.frames)
+                    self._core.on_message(message.frames)
                 self._flush()
                 if connection.is_idle():
                     break
         except BaseException as error:
-            self._forget_descriptors()
-            session.hang_up(error)
-            self._notify()
-            if not isinstance(error, LOST):
+            self._unregister_descriptors()
+            session.drop_connection(error)
+            self._notify_waiters()
+            if not isinstance(error, CONNECTION_LOST_ERRORS):
                 raise
 
     def _flush(self) -> None:
         connection = self._session.connection
         if connection.unsent:
             connection.flush()
-            self._notify()
-            self._await_room()
+            self._notify_waiters()
+            self._update_writer()
 
-    def _await_room(self) -> None:
+    def _update_writer(self) -> None:
         """Have the loop tell when there is room to send, as long as something is unsent."""
         connection = self._session.connection
-        wanted = connection.is_plain and connection.unsent > 0 and not connection.closed
-        if wanted != self._awaits_room:
-            self._awaits_room = wanted
+        needs_writer = connection.is_level_triggered and connection.unsent > 0 and not connection.closed
+        if needs_writer != self._is_writer_registered:
+            self._is_writer_registered = needs_writer
             loop = self._running_loop()
-            if wanted:
+            if needs_writer:
                 loop.add_writer(connection.descriptors[0], self._flush)
             else:
                 loop.remove_writer(connection.descriptors[0])
 
-    def _forget_descriptors(self) -> None:
+    def _unregister_descriptors(self) -> None:
         """Before they are closed: their numbers are others' then."""
         connection = self._session.connection
         if not connection.closed:
             loop = self._running_loop()
             for descriptor in connection.descriptors:
                 loop.remove_reader(descriptor)
-            if self._awaits_room:
-                self._awaits_room = False
+            if self._is_writer_registered:
+                self._is_writer_registered = False
                 loop.remove_writer(connection.descriptors[0])
 
-    async def _until_changed(self, deadline: float, late: Callable[[], WeightdError]) -> None:
+    async def _wait_for_change(self, deadline: float, timeout_error: Callable[[], WeightdError]) -> None:
         changed = self._running_loop().create_future()
-        self._waiting.append(changed)
+        self._change_waiters.append(changed)
         try:
-            await self._until(changed, deadline, late)
+            await self._wait_for(changed, deadline, timeout_error)
         finally:
-            if changed in self._waiting:
-                self._waiting.remove(changed)
+            if changed in self._change_waiters:
+                self._change_waiters.remove(changed)
 
-    async def _until(self, happens: asyncio.Future[bool], deadline: float, late: Callable[[], WeightdError]) -> None:
-        loop, began = self._running_loop(), time.monotonic()
+    async def _wait_for(self, future: asyncio.Future[bool], deadline: float, timeout_error: Callable[[], WeightdError]) -> None:
+        loop, started_at = self._running_loop(), time.monotonic()
         timer: asyncio.TimerHandle
 
-        def expire() -> None:
+        def on_deadline() -> None:
             nonlocal timer
-            later = extended(began, deadline)
-            if later is None:
-                _end(happens, in_time=False)
+            extended = extended_deadline(started_at, deadline)
+            if extended is None:
+                _resolve_future(future, in_time=False)
             else:
                 # The loop runs this before it reads what has come while it was stopped.
-                timer = loop.call_later(later - time.monotonic(), partial(_end, happens, in_time=False))
+                timer = loop.call_later(extended - time.monotonic(), partial(_resolve_future, future, in_time=False))
 
-        timer = loop.call_later(max(0.0, deadline - began), expire)
+        timer = loop.call_later(max(0.0, deadline - started_at), on_deadline)
         try:
-            if not await happens:
-                raise late()
+            if not await future:
+                raise timeout_error()
         finally:
             timer.cancel()
 
-    def _notify(self) -> None:
-        waiting, self._waiting = self._waiting, []
+    def _notify_waiters(self) -> None:
+        waiting, self._change_waiters = self._change_waiters, []
         for each in waiting:
-            _end(each, in_time=True)
+            _resolve_future(each, in_time=True)
 
 
-def _end(future: asyncio.Future[bool], *, in_time: bool) -> None:
+def _resolve_future(future: asyncio.Future[bool], *, in_time: bool) -> None:
     if not future.done():
         future.set_result(in_time)

@@ -21,48 +21,48 @@ from typing import (
 if TYPE_CHECKING:
     from weightd.client.inputs import Inputs
 
-    Several = Union[Iterable[Inputs], AsyncIterable[Inputs]]
-    Ask = Callable[[Inputs], Coroutine[Any, Any, Any]]
+    InputSeries = Union[Iterable[Inputs], AsyncIterable[Inputs]]
+    InferCall = Callable[[Inputs], Coroutine[Any, Any, Any]]
     # Requests under way in order and, when there will be no more, None.
-    Begun = asyncio.Queue[Optional[asyncio.Future[Any]]]
+    StartedRequests = asyncio.Queue[Optional[asyncio.Future[Any]]]
 
 
-async def answers(ask: Ask, inputs: Several, in_flight: int) -> AsyncGenerator[Any, None]:
+async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> AsyncGenerator[Any, None]:
     """Begin a request for each of `inputs`, and give their answers in this order, as soon as they are there.
 
     Inputs are waited for beside the answers: one may depend on an answer to an earlier one. However it ends, what is
     under way then is taken back.
     """
-    room = asyncio.Semaphore(in_flight)
-    begun: Begun = asyncio.Queue()
-    under_way: List[asyncio.Future[Any]] = [asyncio.ensure_future(_feed(ask, inputs, room, begun))]
+    permits = asyncio.Semaphore(in_flight)
+    started: StartedRequests = asyncio.Queue()
+    tasks: List[asyncio.Future[Any]] = [asyncio.ensure_future(_start_requests(infer, inputs, permits, started))]
     try:
         while True:
-            request = await begun.get()
+            request = await started.get()
             if request is None:
                 break
-            under_way.append(request)
+            tasks.append(request)
             answer = await request
-            under_way.remove(request)
-            room.release()
+            tasks.remove(request)
+            permits.release()
             yield answer
-        await under_way[0]
+        await tasks[0]
     finally:
-        await _take_back(under_way, begun)
+        await _cancel_all(tasks, started)
 
 
-async def _feed(ask: Ask, inputs: Several, room: asyncio.Semaphore, begun: Begun) -> None:
+async def _start_requests(infer: InferCall, inputs: InputSeries, permits: asyncio.Semaphore, started: StartedRequests) -> None:
     """Take inputs as there is room: all of them in one task, as who makes them may rely on."""
     try:
-        await room.acquire()
-        async for each in _each(inputs):
-            begun.put_nowait(asyncio.ensure_future(ask(each)))
-            await room.acquire()
+        await permits.acquire()
+        async for each in _iterate(inputs):
+            started.put_nowait(asyncio.ensure_future(infer(each)))
+            await permits.acquire()
     finally:
-        begun.put_nowait(None)
+        started.put_nowait(None)
 
 
-async def _each(inputs: Several) -> AsyncIterator[Inputs]:
+async def _iterate(inputs: InputSeries) -> AsyncIterator[Inputs]:
     if isinstance(inputs, abc.AsyncIterable):
         async for each in inputs:
             yield each
@@ -71,14 +71,14 @@ async def _each(inputs: Several) -> AsyncIterator[Inputs]:
             yield each
 
 
-async def _take_back(under_way: List[asyncio.Future[Any]], begun: Begun) -> None:
+async def _cancel_all(tasks: List[asyncio.Future[Any]], started: StartedRequests) -> None:
     """End what feeds, and then what it has begun; wait until all of it has ended, whatever in."""
-    while under_way:
-        for each in under_way:
+    while tasks:
+        for each in tasks:
             each.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        under_way.clear()
-        while not begun.empty():
-            request = begun.get_nowait()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks.clear()
+        while not started.empty():
+            request = started.get_nowait()
             if request is not None:
-                under_way.append(request)
+                tasks.append(request)

@@ -21,19 +21,19 @@ from weightd.client import arguments
 from weightd.client.space import Space
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 from weightd.shared import memfd
 
 _BYTE = np.dtype(np.uint8)
 
 # A region takes memory where it was used, so one that is large costs nothing.
-_LEAST_REGION_BYTES = 16 * 1024 * 1024
+_MIN_REGION_BYTES = 16 * 1024 * 1024
 
 # Of all regions of a client: what does not fit goes another way.
-MOST_BYTES = 2 * 1024 * 1024 * 1024
+MAX_BYTES = 2 * 1024 * 1024 * 1024
 
 # Among so many parts that were given back one of the same size is looked for: a request and its answer have few sizes.
-_LATEST = range(4)
+_RECENT_BLOCKS = range(4)
 
 
 class Region:
@@ -56,29 +56,29 @@ class Region:
             os.close(self.descriptor)
             raise
         weakref.finalize(self, os.close, self.descriptor)
-        self._space = Space(nbytes)
-        self.returned: Deque[Tuple[int, int]] = deque()
-        self.begin: int = self._bytes.__array_interface__["data"][0]
+        self._free_list = Space(nbytes)
+        self.returned_blocks: Deque[Tuple[int, int]] = deque()
+        self.start_address: int = self._bytes.__array_interface__["data"][0]
         # Whether each page is known to have memory, which is then charged to this process.
-        self._populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
+        self._is_populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
 
     @property
-    def is_free(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether nothing of it is needed any more."""
-        self._take_back()
-        return self._space.is_free
+        self._reclaim_returned()
+        return self._free_list.is_unused
 
     def take(self, nbytes: int) -> Optional[Block]:
         """Cut so many bytes from it, or return None."""
-        returned = self.returned
-        for _ in _LATEST if returned else ():
+        returned = self.returned_blocks
+        for _ in _RECENT_BLOCKS if returned else ():
             offset, size = returned.pop()
             if size == nbytes:
                 break
             returned.appendleft((offset, size))
         else:
-            self._take_back()
-            fitting = self._space.take(nbytes)
+            self._reclaim_returned()
+            fitting = self._free_list.take(nbytes)
             if fitting is None:
                 return None
             offset = fitting
@@ -87,7 +87,7 @@ class Region:
     def populate(self, offset: int, nbytes: int) -> None:
         """Have memory for each page of so many bytes: a worker writes no output to a page that has none."""
         end = offset + nbytes
-        pages = self._populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
+        pages = self._is_populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         if not pages.all():
             # To read a byte is enough, and disturbs nobody who writes there.
             self._bytes[offset : end : mmap.PAGESIZE].max()
@@ -98,15 +98,15 @@ class Region:
         """Write an array's bytes, which are in C order, from there on."""
         self._bytes[offset : offset + array.nbytes] = array.reshape(-1).view(_BYTE)
 
-    def offset(self, address: int, nbytes: int) -> Optional[int]:
+    def offset_of(self, address: int, nbytes: int) -> Optional[int]:
         """Return where these bytes of this process are in it; None where they are not."""
-        offset = address - self.begin
+        offset = address - self.start_address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
-    def _take_back(self) -> None:
-        while self.returned:
-            offset, _ = self.returned.popleft()
-            self._space.give(offset)
+    def _reclaim_returned(self) -> None:
+        while self.returned_blocks:
+            offset, _ = self.returned_blocks.popleft()
+            self._free_list.release(offset)
 
 
 class Block:
@@ -122,7 +122,7 @@ class Block:
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
         """Return an array of its bytes; that and every view of it refer to this."""
         self.__array_interface__: Dict[str, Any] = {
-            "data": (self.region.begin + self.offset, False),
+            "data": (self.region.start_address + self.offset, False),
             "shape": shape,
             "typestr": dtype.str,
             "version": 3,
@@ -130,7 +130,7 @@ class Block:
         return np.asarray(self)
 
     def __del__(self) -> None:
-        self.region.returned.append((self.offset, self.nbytes))
+        self.region.returned_blocks.append((self.offset, self.nbytes))
 
 
 class Arena:
@@ -143,12 +143,12 @@ class Arena:
         regions: all that there are; another tuple where those are others.
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self.regions: Tuple[Region, ...] = ()
         # A process that is forked has the same memory, and this one cannot know how long it needs an array.
-        with _forks:
+        with _fork_lock:
             _arenas.add(self)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
@@ -157,21 +157,21 @@ class Arena:
         Raises:
             InvalidArgument: there is no such shape or dtype, or no array of it.
         """
-        sizes = arguments.shape("shape", shape)
+        sizes = arguments.parse_shape("shape", shape)
         try:
-            kind: Any = np.dtype(dtype)
+            numpy_dtype: Any = np.dtype(dtype)
         except Exception as error:
             # numpy also asks the object itself, whose code may raise anything.
-            raise InvalidArgument(f"dtype: expected one of numpy, got {got(dtype)}: {error}") from error
-        nbytes: int = kind.itemsize
+            raise InvalidArgument(f"dtype: expected one of numpy, got {describe_value(dtype)}: {error}") from error
+        nbytes: int = numpy_dtype.itemsize
         for dim in sizes:
             nbytes *= dim
         # Only bytes that mean the same to everybody: an object is an address.
-        block = self.take(nbytes) if nbytes and kind.kind in "biuf" else None
+        block = self.take(nbytes) if nbytes and numpy_dtype.kind in "biuf" else None
         try:
-            return np.empty(sizes, kind) if block is None else block.array(sizes, kind)
+            return np.empty(sizes, numpy_dtype) if block is None else block.array(sizes, numpy_dtype)
         except (ValueError, OverflowError) as error:
-            raise InvalidArgument(f"shape: expected the shape of an array, got {got(shape)}: {error}") from None
+            raise InvalidArgument(f"shape: expected the shape of an array, got {describe_value(shape)}: {error}") from None
 
     def take(self, nbytes: int) -> Optional[Block]:
         """Cut so many bytes from a region, a new one if need be.
@@ -187,16 +187,16 @@ class Arena:
                 block = region.take(nbytes)
                 if block is not None:
                     return block
-            self._drop_free()
-            grown = self._grow(nbytes)
-            return None if grown is None else grown.take(nbytes)
+            self._drop_unused()
+            new_region = self._add_region(nbytes)
+            return None if new_region is None else new_region.take(nbytes)
 
     def find(self, array: Any) -> Optional[Tuple[Region, int]]:
         """Return where the bytes of an array, in C order, lie in a region; None where they do not."""
         if self.regions:
             address = array.__array_interface__["data"][0]
             for region in self.regions:
-                offset = region.offset(address, array.nbytes)
+                offset = region.offset_of(address, array.nbytes)
                 if offset is not None:
                     return region, offset
         return None
@@ -219,20 +219,20 @@ class Arena:
 
     def _retire(self, regions: Tuple[Region, ...]) -> None:
         # Somebody may still write to a part of them that nobody here has.
-        retired = [region for region in regions if not region.is_free]
+        retired = [region for region in regions if not region.is_unused]
         self.regions = tuple(region for region in self.regions if region not in retired)
 
-    def _drop_free(self) -> None:
+    def _drop_unused(self) -> None:
         """Before there is another one: those of which nothing is needed were too small."""
-        self.regions = tuple(region for region in self.regions if not region.is_free)
+        self.regions = tuple(region for region in self.regions if not region.is_unused)
 
-    def _grow(self, nbytes: int) -> Optional[Region]:
-        has = sum(region.nbytes for region in self.regions)
+    def _add_region(self, nbytes: int) -> Optional[Region]:
+        total_bytes = sum(region.nbytes for region in self.regions)
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if has + nbytes > self._most_bytes or len(self.regions) >= limits.MAX_REGIONS:
+        if total_bytes + nbytes > self._max_bytes or len(self.regions) >= limits.MAX_REGIONS:
             return None
         try:
-            region = Region(min(max(nbytes, has, _LEAST_REGION_BYTES), self._most_bytes - has))
+            region = Region(min(max(nbytes, total_bytes, _MIN_REGION_BYTES), self._max_bytes - total_bytes))
         except OSError:
             return None
         self.regions = (*self.regions, region)
@@ -242,21 +242,21 @@ class Arena:
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 # Held by a thread that forks, and whoever changes that set.
-_forks = threading.Lock()
-_stopped: List[Arena] = []
+_fork_lock = threading.Lock()
+_locked_arenas: List[Arena] = []
 
 
 def _before_fork() -> None:
-    _forks.acquire()
-    _stopped.extend(_arenas)
-    for arena in _stopped:
+    _fork_lock.acquire()
+    _locked_arenas.extend(_arenas)
+    for arena in _locked_arenas:
         arena.before_fork()
 
 
 def _after_fork(*, in_child: bool) -> None:
-    while _stopped:
-        _stopped.pop().after_fork(in_child=in_child)
-    _forks.release()
+    while _locked_arenas:
+        _locked_arenas.pop().after_fork(in_child=in_child)
+    _fork_lock.release()
 
 
 os.register_at_fork(

@@ -11,22 +11,22 @@ from typing import Any, List, Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 
 
-def seconds(name: str, value: Any, most: float) -> float:
+def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
     """Return a number of seconds, of any type of real number, as a float.
 
     Raises:
         InvalidArgument: `value` is not a number, or not more than 0 and at most `most`. A truth value is not a number.
     """
-    number = _real(value)
-    if not 0 < number <= most:
-        raise InvalidArgument(f"{name}: expected more than 0 and at most {most:g} seconds, got {got(value)}")
+    number = _to_float(value)
+    if not 0 < number <= max_seconds:
+        raise InvalidArgument(f"{name}: expected more than 0 and at most {max_seconds:g} seconds, got {describe_value(value)}")
     return number
 
 
-def _real(value: Any) -> float:
+def _to_float(value: Any) -> float:
     """Return a real number as a float, NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
         return math.nan
@@ -36,27 +36,27 @@ def _real(value: Any) -> float:
         return math.nan
 
 
-def text(name: str, value: Any) -> str:
+def parse_text(name: str, value: Any) -> str:
     """Return a text as a plain `str`: an instance of a subclass, as numpy's, may not equal what it looks like.
 
     Raises:
         InvalidArgument: `value` is not a text.
     """
     if not isinstance(value, str):
-        raise InvalidArgument(f"{name}: expected text, got {got(value)}")
+        raise InvalidArgument(f"{name}: expected text, got {describe_value(value)}")
     return value if type(value) is str else str.__str__(value)
 
 
-def name(argument: str, value: Any) -> str:
+def parse_name(argument: str, value: Any) -> str:
     """Return a text that is a name on the wire.
 
     Raises:
         InvalidArgument: `value` is not a text, or is empty, or is too long, or UTF-8 cannot encode it.
     """
-    found = text(argument, value)
-    if not 0 < len(found.encode("utf-8", "replace")) <= limits.MAX_NAME_BYTES or not is_utf8(found):
-        raise InvalidArgument(f"{argument}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {got(value)}")
-    return found
+    checked = parse_text(argument, value)
+    if not 0 < len(checked.encode("utf-8", "replace")) <= limits.MAX_NAME_BYTES or not is_utf8(checked):
+        raise InvalidArgument(f"{argument}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {describe_value(value)}")
+    return checked
 
 
 def is_utf8(value: str) -> bool:
@@ -68,16 +68,16 @@ def is_utf8(value: str) -> bool:
     return True
 
 
-def names(name: str, value: Any) -> Tuple[str, ...]:
+def parse_names(name: str, value: Any) -> Tuple[str, ...]:
     """Return a collection of texts, such as a list, as a tuple.
 
     Raises:
         InvalidArgument: `value` is not a collection, or an item is not a text.
     """
-    items = _items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
+    items = _list_items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
     if items is None:
-        raise InvalidArgument(f"{name}: expected a list of names, got {got(value)}")
-    return tuple([text(f"{name}[{index}]", each) for index, each in enumerate(items)])
+        raise InvalidArgument(f"{name}: expected a list of names, got {describe_value(value)}")
+    return tuple([parse_text(f"{name}[{index}]", each) for index, each in enumerate(items)])
 
 
 def check_mapping(name: str, value: Any) -> None:
@@ -87,23 +87,23 @@ def check_mapping(name: str, value: Any) -> None:
         InvalidArgument: it is not.
     """
     if not isinstance(value, abc.Mapping):
-        raise InvalidArgument(f"{name}: expected an array for each name, as in {{'y': array}}, got {got(value)}")
+        raise InvalidArgument(f"{name}: expected an array for each name, as in {{'y': array}}, got {describe_value(value)}")
 
 
-def shape(name: str, value: Any) -> Tuple[int, ...]:
+def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
     """Return the shape of an array: a size, or a sequence of sizes, as numpy takes it.
 
     Raises:
         InvalidArgument: `value` is neither, or a size is negative.
     """
-    sizes = _sizes(value)
+    sizes = _parse_sizes(value)
     if sizes is None or any(size < 0 for size in sizes):
-        raise InvalidArgument(f"{name}: expected integers from 0, got {got(value)}")
+        raise InvalidArgument(f"{name}: expected integers from 0, got {describe_value(value)}")
     return sizes
 
 
-def _sizes(value: Any) -> Optional[Tuple[int, ...]]:
-    sizes = _items(value) if isinstance(value, abc.Iterable) else [value]
+def _parse_sizes(value: Any) -> Optional[Tuple[int, ...]]:
+    sizes = _list_items(value) if isinstance(value, abc.Iterable) else [value]
     try:
         # The index of True is True, which numpy does not take.
         return None if sizes is None else tuple([int(operator.index(size)) for size in sizes])
@@ -111,7 +111,7 @@ def _sizes(value: Any) -> Optional[Tuple[int, ...]]:
         return None
 
 
-def _items(value: Any) -> Optional[List[Any]]:
+def _list_items(value: Any) -> Optional[List[Any]]:
     """Return the items of a collection; None where there are none, as in an array of numpy without dimensions."""
     try:
         return [*value]

@@ -24,13 +24,13 @@ from typing import (
 
 from weightd.client import curve, flow
 from weightd.client.copying import Uncopied
-from weightd.client.core import Question
+from weightd.client.core import PreparedCall
 from weightd.client.curve import KeyFile
 from weightd.client.exchange import Exchange
-from weightd.client.inputs import Untyped, typed
+from weightd.client.inputs import Untyped, to_typed_inputs
 from weightd.client.model import DEFAULT_IN_FLIGHT, Model
 from weightd.client.pending import Pending
-from weightd.client.retry import Attempts, Retry, checked
+from weightd.client.retry import Attempts, Retry, check_retry
 from weightd.client.session import DEFAULT_TIMEOUT_S, Session
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.control import (
@@ -89,16 +89,16 @@ class Client(Uncopied):
         server_key: Optional[KeyFile] = None,
         retry: Optional[Retry] = None,
     ) -> None:
-        self._retry = checked(retry)
-        self._session = Session(address, timeout, tenant, curve.read(key, server_key))
+        self._retry = check_retry(retry)
+        self._session = Session(address, timeout, tenant, curve.read_keys(key, server_key))
         self._core = self._session.core
-        self._exchange = Exchange(self._session)
-        self._retrying(self._open, None)
+        self._transport = Exchange(self._session)
+        self._with_retries(self._ensure_connected, None)
 
     @property
     def address(self) -> str:
         """Where the daemon is looked for, as it was asked for."""
-        return self._session.address.given
+        return self._session.address.text
 
     @property
     def transport(self) -> str:
@@ -119,7 +119,7 @@ class Client(Uncopied):
         Raises:
             InvalidArgument: there is no such shape or dtype.
         """
-        return self._core.sharing.arena.empty(shape, dtype)
+        return self._core.shm_tensors.arena.empty(shape, dtype)
 
     def model(
         self,
@@ -177,18 +177,18 @@ class Client(Uncopied):
         """
         if self._retry is not None and out is None:
             # An `out`, be it an empty one, is for one attempt.
-            once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
-            return self._retrying(lambda left: once(timeout=left), timeout)
-        seconds, more = self._begin(timeout)
+            infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
+            return self._with_retries(lambda left: infer_once(timeout=left), timeout)
+        seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
-            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
         except Untyped:
-            question = None
-        if question is None:
-            named, seconds = self._typed(model, inputs, deadline, more)
-            question = self._core.infer(model, named, seconds, outputs, out, priority)
-        answer: Dict[str, Any] = self._exchange.wait(self._exchange.send(question, deadline), deadline + more)
+            prepared = None
+        if prepared is None:
+            typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
+            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
+        answer: Dict[str, Any] = self._transport.wait(self._transport.send(prepared, deadline), deadline + grace_s)
         return answer
 
     def submit(
@@ -206,23 +206,23 @@ class Client(Uncopied):
         The arrays must not be changed before the answer has come: large ones are not copied.
         Arguments and errors as for `infer`. What the model takes is waited for, where that has to be known.
         """
-        seconds, more = self._begin(timeout)
+        seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
-            question = self._core.infer(model, inputs, seconds, outputs, out, priority)
+            prepared = self._core.infer(model, inputs, seconds, outputs, out, priority)
         except Untyped:
-            question = None
-        if question is None:
-            named, seconds = self._typed(model, inputs, deadline, more)
-            question = self._core.infer(model, named, seconds, outputs, out, priority)
+            prepared = None
+        if prepared is None:
+            typed_inputs, seconds = self._to_typed_inputs(model, inputs, deadline, grace_s)
+            prepared = self._core.infer(model, typed_inputs, seconds, outputs, out, priority)
         # Who does not wait, does not read: what has come since the last call is not left to pile up.
         if self._core.calls:
-            self._exchange.catch_up()
-        call = self._exchange.send(question, deadline)
+            self._transport.read_available()
+        call = self._transport.send(prepared, deadline)
         return Pending(
-            partial(self._exchange.result, call, deadline + more),
-            partial(self._exchange.poll, call),
-            partial(self._exchange.cancel, call),
+            partial(self._transport.result, call, deadline + grace_s),
+            partial(self._transport.poll, call),
+            partial(self._transport.cancel, call),
         )
 
     def map(
@@ -251,10 +251,10 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` if these arguments are wrong, at once.
         """
-        flow.check(inputs, in_flight, (abc.Iterable,))
+        flow.check_map_arguments(inputs, in_flight, (abc.Iterable,))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
-        begin = self.submit if self._retry is None else partial(self._submit_again, self._retry)
-        return flow.answers(partial(begin, model, **options), inputs, in_flight)
+        submit = self.submit if self._retry is None else partial(self._submit_with_retries, self._retry)
+        return flow.map_ordered(partial(submit, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
         """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.
@@ -266,7 +266,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ReadyResponse = self._ask(partial(self._core.ready, model), timeout)
+        answer: ReadyResponse = self._query(partial(self._core.ready, model), timeout)
         return answer
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -275,7 +275,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ModelMetadataResponse = self._ask(partial(self._core.model_metadata, model), timeout)
+        answer: ModelMetadataResponse = self._query(partial(self._core.model_metadata, model), timeout)
         return answer
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
@@ -284,7 +284,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: ServerMetadataResponse = self._ask(self._core.server_metadata, timeout)
+        answer: ServerMetadataResponse = self._query(self._core.server_metadata, timeout)
         return answer
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
@@ -293,7 +293,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: StatusResponse = self._ask(self._core.status, timeout)
+        answer: StatusResponse = self._query(self._core.status, timeout)
         return answer
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
@@ -302,7 +302,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: MetricsResponse = self._ask(self._core.metrics, timeout)
+        answer: MetricsResponse = self._query(self._core.metrics, timeout)
         return answer
 
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
@@ -316,7 +316,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: EventsResponse = self._ask(partial(self._core.events, after, model), timeout)
+        answer: EventsResponse = self._query(partial(self._core.events, after, model), timeout)
         return answer
 
     def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
@@ -331,7 +331,7 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`.
         """
-        answer: LogsResponse = self._ask(partial(self._core.logs, model, process, lines), timeout)
+        answer: LogsResponse = self._query(partial(self._core.logs, model, process, lines), timeout)
         return answer
 
     def update(
@@ -358,7 +358,7 @@ class Client(Uncopied):
             RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
                 whether the same update may succeed later.
         """
-        answer: UpdateResponse = self._once(
+        answer: UpdateResponse = self._query_once(
             partial(self._core.update, model, path, weights, rollback=rollback), timeout
         )
         return answer
@@ -371,13 +371,13 @@ class Client(Uncopied):
         Raises:
             RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
         """
-        answer: ReloadResponse = self._ask(self._core.reload, timeout)
+        answer: ReloadResponse = self._query(self._core.reload, timeout)
         return answer
 
     def close(self) -> None:
         """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
-        if not (self._session.is_foreign or self._session.closed):
-            self._exchange.close()
+        if not (self._session.is_forked_copy or self._session.closed):
+            self._transport.close()
 
     def __enter__(self) -> Client:
         return self
@@ -389,69 +389,69 @@ class Client(Uncopied):
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _begin(self, timeout: Optional[float]) -> Tuple[float, float]:
+    def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
         """Return how many seconds a call may take, and how many more are left to the daemon to say that it has."""
         session = self._session
-        if session.closed or session.is_foreign:
-            raise session.ended()
-        return session.patience if timeout is None else session.patience_of(timeout)
+        if session.closed or session.is_forked_copy:
+            raise session.unusable_error()
+        return session.default_timeout_and_grace if timeout is None else session.resolve_timeout(timeout)
 
-    def _open(self, timeout: Optional[float]) -> None:
-        self._exchange.connect(monotonic() + self._begin(timeout)[0])
+    def _ensure_connected(self, timeout: Optional[float]) -> None:
+        self._transport.connect(monotonic() + self._resolve_timeout(timeout)[0])
 
-    def _typed(self, model: str, inputs: Inputs, deadline: float, more: float) -> Tuple[Dict[str, Any], float]:
+    def _to_typed_inputs(self, model: str, inputs: Inputs, deadline: float, grace_s: float) -> Tuple[Dict[str, Any], float]:
         """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
         # What is known is of this connection, which may be lost already.
-        self._exchange.catch_up()
-        named = self._core.typed(model, inputs)
-        if named is None:
-            question = self._core.asking(model)
+        self._transport.read_available()
+        typed_inputs = self._core.typed_inputs(model, inputs)
+        if typed_inputs is None:
+            prepared = self._core.metadata_call(model)
             try:
-                call = self._exchange.send(question, deadline) if question[1] else question[0]
-                takes: ModelMetadataResponse = self._exchange.wait(call, deadline + more)
+                call = self._transport.send(prepared, deadline) if prepared[1] else prepared[0]
+                metadata: ModelMetadataResponse = self._transport.wait(call, deadline + grace_s)
             except BaseException as error:
-                self._core.not_asked(question, error)
+                self._core.abort_metadata_call(prepared, error)
                 # Who reads may be one of those who wait for it.
-                self._exchange.wake()
+                self._transport.wake_reader()
                 raise
-            named = typed(inputs, model, takes.inputs)
-        return named, deadline - monotonic()
+            typed_inputs = to_typed_inputs(inputs, model, metadata.inputs)
+        return typed_inputs, deadline - monotonic()
 
-    def _submit_again(
+    def _submit_with_retries(
         self, retry: Retry, model: str, inputs: Inputs, *, timeout: Optional[float], **options: Any
     ) -> Pending:
         """Begin a request that is sent again when its answer is waited for."""
-        attempts = self._attempts(retry, timeout)
-        ask = partial(self.submit, model, inputs, **options)
-        first = self._try(lambda left: ask(timeout=left), attempts)
-        sent = [first]
+        attempts = self._new_attempts(retry, timeout)
+        submit = partial(self.submit, model, inputs, **options)
+        first = self._run_attempts(lambda left: submit(timeout=left), attempts)
+        first_attempt = [first]
         return Pending(
-            lambda: self._try(lambda left: (sent.pop() if sent else ask(timeout=left)).result(), attempts),
+            lambda: self._run_attempts(lambda left: (first_attempt.pop() if first_attempt else submit(timeout=left)).result(), attempts),
             first.done,
             first.cancel,
         )
 
-    def _ask(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
-        return self._retrying(partial(self._once, question), timeout)
+    def _query(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
+        return self._with_retries(partial(self._query_once, prepare), timeout)
 
-    def _once(self, question: Callable[[], Question], timeout: Optional[float]) -> Any:
-        seconds, more = self._begin(timeout)
+    def _query_once(self, prepare: Callable[[], PreparedCall], timeout: Optional[float]) -> Any:
+        seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
-        return self._exchange.wait(self._exchange.send(question(), deadline), deadline + more)
+        return self._transport.wait(self._transport.send(prepare(), deadline), deadline + grace_s)
 
-    def _attempts(self, retry: Retry, timeout: Optional[float]) -> Attempts:
-        return Attempts(retry, self._begin(timeout)[0])
+    def _new_attempts(self, retry: Retry, timeout: Optional[float]) -> Attempts:
+        return Attempts(retry, self._resolve_timeout(timeout)[0])
 
-    def _retrying(self, ask: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
+    def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
         """Return what `ask` does within so many seconds, by further attempts where those may help."""
-        return ask(timeout) if self._retry is None else self._try(ask, self._attempts(self._retry, timeout))
+        return attempt(timeout) if self._retry is None else self._run_attempts(attempt, self._new_attempts(self._retry, timeout))
 
-    def _try(self, ask: Callable[[float], T], attempts: Attempts) -> T:
+    def _run_attempts(self, attempt: Callable[[float], T], attempts: Attempts) -> T:
         while True:
             try:
-                return ask(attempts.left())
+                return attempt(attempts.remaining_s())
             except RequestError as error:
                 pause = attempts.pause_after(error)
                 if pause is None:
                     raise
-            self._exchange.rest(pause)
+            self._transport.sleep_unless_closed(pause)

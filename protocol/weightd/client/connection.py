@@ -16,7 +16,7 @@ C = TypeVar("C")
 
 # How something is made that has to be waited for: each step gives a descriptor that will be readable when there is more
 # to do, or None where all that can be done is to try again in a while.
-Making = Generator[Optional[int], None, C]
+ConnectSteps = Generator[Optional[int], None, C]
 
 
 class Gone(Unavailable):
@@ -42,14 +42,14 @@ class Connection(abc.ABC):
     """
 
     transport: ClassVar[str]
-    is_plain: ClassVar[bool]
-    takes_descriptors: ClassVar[bool] = False
+    is_level_triggered: ClassVar[bool]
+    accepts_descriptors: ClassVar[bool] = False
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.descriptors: Sequence[int] = ()
         self.closed = False
-        self.is_spoilt = False
+        self.is_broken = False
         self.unsent: int = 0
         self.sent: int = 0
 
@@ -63,15 +63,15 @@ class Connection(abc.ABC):
     """
 
     @abc.abstractmethod
-    def hold(self) -> None:
+    def cork(self) -> None:
         """Messages may be kept back until `let_go`: more come at once."""
 
     @abc.abstractmethod
-    def let_go(self) -> None:
+    def uncork(self) -> None:
         """Send what was kept back, as far as it goes now; that the connection is lost is told by `receive`."""
 
     @abc.abstractmethod
-    def left(self) -> int:
+    def sent_after_flush(self) -> int:
         """A message has not gone at once: return what `sent` will be when it has."""
 
     @abc.abstractmethod
@@ -91,23 +91,23 @@ class Connection(abc.ABC):
         """Whether a descriptor will be readable before there is more to receive, or to send."""
         return True
 
-    def spoil(self) -> None:
+    def mark_broken(self) -> None:
         """Have it found lost, by `receive`, once what has come is received: nothing can be sent any more."""
-        self.is_spoilt = True
+        self.is_broken = True
 
     @abc.abstractmethod
     def close(self) -> None:
         """Hang up; what is unsent is dropped. The second time does nothing."""
 
-    def loss(self) -> Unavailable:
+    def lost_error(self) -> Unavailable:
         """Return the error of who finds it lost."""
-        return Unavailable(self._lost())
+        return Unavailable(self._lost_text())
 
-    def gone(self) -> Gone:
+    def not_sent_error(self) -> Gone:
         """Return the error of who finds it lost before anything of a message is sent."""
-        return Gone(self._lost())
+        return Gone(self._lost_text())
 
-    def _lost(self) -> str:
+    def _lost_text(self) -> str:
         return f"the connection to {self.address} is lost: the daemon has ended, or has hung up"
 
 
@@ -115,23 +115,23 @@ class Nowhere(Connection):
     """Where there is no connection yet."""
 
     transport = ""
-    is_plain = False
+    is_level_triggered = False
 
     def __init__(self) -> None:
         super().__init__("")
-        self.closed = self.is_spoilt = True
+        self.closed = self.is_broken = True
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """It is lost."""
         raise ConnectionResetError
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """There is nothing."""
 
-    def let_go(self) -> None:
+    def uncork(self) -> None:
         """There is nothing."""
 
-    def left(self) -> int:
+    def sent_after_flush(self) -> int:
         """There is nothing."""
         return 0
 
@@ -140,7 +140,7 @@ class Nowhere(Connection):
 
     def receive(self) -> List[Message]:
         """It is lost."""
-        raise self.loss()
+        raise self.lost_error()
 
     def close(self) -> None:
         """It is closed."""

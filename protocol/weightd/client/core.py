@@ -17,8 +17,8 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import numpy as np
 
 from weightd.client import arguments
-from weightd.client.inputs import PLAIN, Untyped, typed
-from weightd.client.sharing import LEAST_BYTES, Lease, NamedInput, NamedRoom, Sharing, WrongOut
+from weightd.client.inputs import UNTYPED_TYPES, Untyped, to_typed_inputs
+from weightd.client.sharing import MIN_SHARED_BYTES, Lease, SharedInput, SharedOutput, Sharing, WrongOut
 from weightd.protocol import limits
 from weightd.protocol.codec import Decoder, encode
 from weightd.protocol.errors import (
@@ -49,23 +49,23 @@ from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import InputPlace, OutputPlace, Regions, Registered, Released
 from weightd.protocol.messages.status import Status, StatusResponse
 from weightd.protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 from weightd.protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
 if TYPE_CHECKING:
     from weightd.client.inputs import Inputs
 
 # Calls that were given up are forgotten when this many, or twice those under way, are known.
-_LEAST_SWEEP = 256
+_MIN_SWEEP_CALLS = 256
 
 # Models of which it is known what they take, before all are forgotten: as many as a daemon has.
-_MAX_KNOWN = limits.MAX_MODELS
+_MAX_CACHED_METADATA = limits.MAX_MODELS
 
 # Of each input it is asked whether it is one: to look it up in its module would take longer than to compare.
 _ndarray = np.ndarray
 
 # Where the tensors of a message are.
-_TENSORS = slice(limits.MAX_HEADER_FRAMES, None)
+_TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 
 class Call:
@@ -92,11 +92,11 @@ class Call:
         self._error: Optional[WeightdError] = None
         self._hooks: List[Callable[[], None]] = []
 
-    def when_done(self, hook: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `hook` called once the call has ended: at once if it has."""
-        self._hooks.append(hook)
+        self._hooks.append(callback)
         if self.done:
-            self._call_hooks()
+            self._run_callbacks()
 
     def result(self) -> Any:
         """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
@@ -116,14 +116,14 @@ class Call:
         self.lease = None
         self.done = True
         if self._hooks:
-            self._call_hooks()
+            self._run_callbacks()
 
     def fail(self, error: WeightdError) -> None:
         """End the call in an error."""
         self._error = error
         self.succeed(None)
 
-    def _call_hooks(self) -> None:
+    def _run_callbacks(self) -> None:
         # Another thread may do the same: each hook is taken by one of them.
         while self._hooks:
             try:
@@ -134,7 +134,7 @@ class Call:
 
 
 # A call that may be begun, and the frames that do it.
-Question = Tuple[Call, List[Any]]
+PreparedCall = Tuple[Call, List[Any]]
 
 
 class ClientCore:
@@ -152,20 +152,20 @@ class ClientCore:
     """
 
     def __init__(self, tenant: Optional[str] = None) -> None:
-        self._tenant = None if tenant is None else arguments.name("tenant", tenant)
+        self._tenant = None if tenant is None else arguments.parse_name("tenant", tenant)
         # The process is not a secret, only a help to tell clients apart in logs.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
         # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
         self.calls: Dict[str, ReferenceType[Call]] = {}
-        self._sweep_at = _LEAST_SWEEP
+        self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
-        self.sharing = Sharing(self._next_id)
+        self.shm_tensors = Sharing(self._next_id)
         # What models take, as the daemon at the other end of the connection has said; and those that it is asked for.
-        self._known: Dict[str, ModelMetadataResponse] = {}
-        self._asked: WeakValueDictionary[str, Call] = WeakValueDictionary()
+        self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
+        self._metadata_calls: WeakValueDictionary[str, Call] = WeakValueDictionary()
 
     @property
-    def waiting(self) -> int:
+    def pending_count(self) -> int:
         """How many calls are under way."""
         return sum(call() is not None for call in list(self.calls.values()))
 
@@ -177,7 +177,7 @@ class ClientCore:
         outputs: Optional[Sequence[str]] = None,
         out: Optional[Mapping[str, Any]] = None,
         priority: Optional[int] = None,
-    ) -> Question:
+    ) -> PreparedCall:
         """Return an inference request and its frames.
 
         Raises:
@@ -187,164 +187,164 @@ class ClientCore:
         """
         # A description is found again by these names: they must be equal only to what encodes alike.
         if type(model) is not str:
-            model = arguments.text("model", model)
+            model = arguments.parse_text("model", model)
         if outputs is not None:
-            outputs = arguments.names("outputs", outputs)
+            outputs = arguments.parse_names("outputs", outputs)
         if out is not None:
             _check_out(out)
         if priority is not None:
             _check_priority(priority)
-        arrays = _arrays(inputs)
+        arrays = _wire_arrays(inputs)
         description = describe_request(model, arrays, outputs)
-        if out or description.largest >= LEAST_BYTES or id(description) in self.sharing.large:
-            asked = _parameters(timeout, priority, self._tenant)
-            return self._lending(description, asked, [*arrays.values()], out or {})
+        if out or description.largest >= MIN_SHARED_BYTES or id(description) in self.shm_tensors.large_outputs:
+            parameters = _parameters(timeout, priority, self._tenant)
+            return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        return Call(request.id, InferResponse, request), [*_encoded(request), *map(frame_of, arrays.values())]
+        return Call(request.id, InferResponse, request), [*_encode_checked(request), *map(frame_of, arrays.values())]
 
-    def _lending(
-        self, description: RequestDescription, asked: Parameters, arrays: List[Any], out: Mapping[str, Any]
-    ) -> Question:
+    def _prepare_shared(
+        self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
+    ) -> PreparedCall:
         """Return a request some of whose tensors may be in shared memory, and its frames."""
-        lease = self.sharing.lease(description, arrays, out)
-        if lease.inputs or lease.named:
-            asked = _shared_parameters(asked, tuple(lease.inputs), tuple(lease.named))
-        request = Infer(next(self._ids), description, asked)
+        lease = self.shm_tensors.new_lease(description, arrays, out)
+        if lease.shared_inputs or lease.shared_outputs:
+            parameters = _shared_parameters(parameters, tuple(lease.shared_inputs), tuple(lease.shared_outputs))
+        request = Infer(next(self._ids), description, parameters)
         call = Call(request.id, InferResponse, request)
         call.lease = lease
-        return call, [*_encoded(request), *map(frame_of, lease.in_frames)]
+        return call, [*_encode_checked(request), *map(frame_of, lease.framed_inputs)]
 
-    def typed(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
+    def typed_inputs(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
         """Return arrays by name, made of `inputs` by what is known of the model.
 
         None where it is to be asked for: that is not known, or does not fit. It may have been asked for long ago.
         """
-        model = arguments.text("model", model)
-        known = self._known.get(model)
-        if known is None:
+        model = arguments.parse_text("model", model)
+        metadata = self._metadata_by_model.get(model)
+        if metadata is None:
             return None
         try:
-            return typed(inputs, model, known.inputs)
+            return to_typed_inputs(inputs, model, metadata.inputs)
         except InvalidArgument:
-            self._known.pop(model, None)
+            self._metadata_by_model.pop(model, None)
             return None
 
-    def asking(self, model: str) -> Question:
+    def metadata_call(self, model: str) -> PreparedCall:
         """Return the question what a model takes, and its frames: none where it is under way already."""
-        model = arguments.text("model", model)
-        call = self._asked.get(model)
-        if call is not None and self.is_under_way(call):
+        model = arguments.parse_text("model", model)
+        call = self._metadata_calls.get(model)
+        if call is not None and self.is_tracked(call):
             return call, []
         call, frames = self.model_metadata(model)
-        self._asked[model] = call
+        self._metadata_calls[model] = call
         return call, frames
 
-    def not_asked(self, question: Question, error: BaseException) -> None:
+    def abort_metadata_call(self, prepared: PreparedCall, error: BaseException) -> None:
         """Who was to ask for it could not, for this reason: nor can others wait for the answer, unless it is asked."""
-        call, frames = question
-        if frames and not call.done and not self.is_under_way(call):
+        call, frames = prepared
+        if frames and not call.done and not self.is_tracked(call):
             kind = type(error) if isinstance(error, RequestError) else Unavailable
             call.fail(kind(str(error) or "who was to ask what the model takes was interrupted"))
 
-    def again(self, call: Call) -> Optional[List[Any]]:
+    def frames_without_sharing(self, call: Call) -> Optional[List[Any]]:
         """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
 
         By then nothing is known of another one: all of it is in frames.
         """
         lease, request = call.lease, call.request
-        if lease is None or request is None or not self.sharing.is_void(lease):
+        if lease is None or request is None or not self.shm_tensors.is_stale(lease):
             return None
-        lease.inputs.clear()
-        lease.rooms.clear()
+        lease.shared_inputs.clear()
+        lease.output_buffers.clear()
         parameters = dataclasses.replace(request.parameters, regions=None)
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
-    def begin(self, call: Call, frames: List[Any]) -> List[Any]:
+    def track(self, call: Call, frames: List[Any]) -> List[Any]:
         """Its frames are being sent: from now on it can be answered, and end with the others.
 
         Returns:
             The same frames; others, where its memory was shared over a connection that is lost.
         """
         lease = call.lease
-        if lease is not None and not self.sharing.begin(call.id, lease):
-            frames = self.again(call) or frames
+        if lease is not None and not self.shm_tensors.activate(call.id, lease):
+            frames = self.frames_without_sharing(call) or frames
         calls = self.calls
         if calls and len(calls) >= self._sweep_at:
             for each in list(calls):
                 known = calls.get(each)
                 if known is not None and known() is None:
                     calls.pop(each, None)
-            self._sweep_at = max(_LEAST_SWEEP, 2 * len(calls))
+            self._sweep_at = max(_MIN_SWEEP_CALLS, 2 * len(calls))
         calls[call.id] = ref(call)
         return frames
 
-    def is_under_way(self, call: Call) -> bool:
+    def is_tracked(self, call: Call) -> bool:
         """Whether it was begun, and has not ended."""
         return call.id in self.calls
 
-    def forget(self, call: Call) -> None:
+    def untrack(self, call: Call) -> None:
         """It was not begun after all."""
-        self.sharing.end(call.id)
+        self.shm_tensors.release(call.id)
         self.calls.pop(call.id, None)
 
-    def cancel(self, call: Call) -> List[Any]:
+    def cancel_frames(self, call: Call) -> List[Any]:
         """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
         return encode(Cancel(call.id))
 
-    def ready(self, model: str) -> Question:
+    def ready(self, model: str) -> PreparedCall:
         """Return the question whether a model, or with "" all of them, can answer, and its frames."""
         call = Call(self._next_id(), ReadyResponse)
-        model = arguments.text("model", model)
-        return call, _encoded(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
+        model = arguments.parse_text("model", model)
+        return call, _encode_checked(ModelReady(call.id, model, self._tenant) if model else ServerReady(call.id, self._tenant))
 
-    def model_metadata(self, model: str) -> Question:
+    def model_metadata(self, model: str) -> PreparedCall:
         """Return a question about a model and its frames."""
         call = Call(self._next_id(), ModelMetadataResponse)
-        return call, _encoded(ModelMetadata(call.id, arguments.text("model", model), self._tenant))
+        return call, _encode_checked(ModelMetadata(call.id, arguments.parse_text("model", model), self._tenant))
 
-    def server_metadata(self) -> Question:
+    def server_metadata(self) -> PreparedCall:
         """Return a question about the server and its frames."""
         call = Call(self._next_id(), ServerMetadataResponse)
-        return call, _encoded(ServerMetadata(call.id, self._tenant))
+        return call, _encode_checked(ServerMetadata(call.id, self._tenant))
 
-    def status(self) -> Question:
+    def status(self) -> PreparedCall:
         """Return a question about everything and its frames."""
         call = Call(self._next_id(), StatusResponse)
-        return call, _encoded(Status(call.id, self._tenant))
+        return call, _encode_checked(Status(call.id, self._tenant))
 
-    def metrics(self) -> Question:
+    def metrics(self) -> PreparedCall:
         """Return a question about what was counted and its frames."""
         call = Call(self._next_id(), MetricsResponse)
-        return call, _encoded(Metrics(call.id, self._tenant))
+        return call, _encode_checked(Metrics(call.id, self._tenant))
 
-    def events(self, after: int, model: str) -> Question:
+    def events(self, after: int, model: str) -> PreparedCall:
         """Return the question what has happened, and its frames."""
         call = Call(self._next_id(), EventsResponse)
-        return call, _encoded(Events(call.id, after, arguments.text("model", model)))
+        return call, _encode_checked(Events(call.id, after, arguments.parse_text("model", model)))
 
-    def logs(self, model: str, process: str, lines: int) -> Question:
+    def logs(self, model: str, process: str, lines: int) -> PreparedCall:
         """Return the question what the processes of a model have said, and its frames."""
         call = Call(self._next_id(), LogsResponse)
-        names = arguments.text("model", model), arguments.text("process", process)
-        return call, _encoded(Logs(call.id, *names, lines))
+        names = arguments.parse_text("model", model), arguments.parse_text("process", process)
+        return call, _encode_checked(Logs(call.id, *names, lines))
 
-    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> Question:
+    def update(self, model: str, path: str, weights: str, *, rollback: bool) -> PreparedCall:
         """Return a wish for another model or other weights, and its frames.
 
         Raises:
             InvalidArgument: an argument is not text, or too long.
         """
         call = Call(self._next_id(), UpdateResponse)
-        name = arguments.text("model", model)
-        files = arguments.text("path", path), arguments.text("weights", weights)
-        return call, _encoded(Update(call.id, name, *files, rollback))
+        name = arguments.parse_text("model", model)
+        files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
+        return call, _encode_checked(Update(call.id, name, *files, rollback))
 
-    def reload(self) -> Question:
+    def reload(self) -> PreparedCall:
         """Return the wish that the configuration file be read again, and its frames."""
         call = Call(self._next_id(), ReloadResponse)
         return call, encode(Reload(call.id))
 
-    def received(self, frames: Sequence[Any]) -> None:
+    def on_message(self, frames: Sequence[Any]) -> None:
         """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
 
         Raises:
@@ -354,63 +354,63 @@ class ClientCore:
         try:
             message = self._decode(frames)
         except RemoteProtocolError as error:
-            self._unreadable(error)
+            self._on_unreadable(error)
             return
         if not isinstance(message, InferResponse):
-            self._told(message)
+            self._on_other_message(message)
             return
-        call = self.calls.pop(message.id, _nobody)()
+        call = self.calls.pop(message.id, _no_call)()
         request = None if call is None else call.request
         if call is not None and request is not None:
             description = message.description
             try:
-                if call.lease is None and message.placed is None and description.largest < LEAST_BYTES:
+                if call.lease is None and message.placed is None and description.largest < MIN_SHARED_BYTES:
                     outputs: Dict[str, Any] = {}
-                    for spec, frame in zip(description.outputs, frames[_TENSORS]):
+                    for spec, frame in zip(description.outputs, frames[_TENSOR_FRAMES]):
                         outputs[spec.name] = from_frame(spec, frame)
                 else:
-                    outputs = self.sharing.outputs(request.description, call.lease, message, frames[_TENSORS])
+                    outputs = self.shm_tensors.read_outputs(request.description, call.lease, message, frames[_TENSOR_FRAMES])
             except InvalidArgument as error:
-                call.fail(_unusable(call, error))
+                call.fail(_outputs_error(call, error))
             else:
                 call.succeed(outputs)
         elif call is not None:
-            call.fail(_unexpected(call, message))
-        if self.sharing.leases:
-            self.sharing.end(message.id, running=message.running or False)
+            call.fail(_unexpected_response(call, message))
+        if self.shm_tensors.leases:
+            self.shm_tensors.release(message.id, running=message.running or False)
 
-    def _unreadable(self, error: RemoteProtocolError) -> None:
+    def _on_unreadable(self, error: RemoteProtocolError) -> None:
         if not error.request_id:
             raise error
-        self._fail(error.request_id, error)
+        self._fail_call(error.request_id, error)
 
-    def _told(self, message: DaemonMessage) -> None:
+    def _on_other_message(self, message: DaemonMessage) -> None:
         """Take in what is no answer to an inference request, or an error."""
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
-            after = None if message.retry_after is None else message.retry_after / 1e6
-            if not self.sharing.refused(message.id):
-                self._fail(message.id, request_error(message.code, message.error, retry_after=after))
-            self.sharing.end(message.id, running=message.running or False)
+            retry_after_s = None if message.retry_after is None else message.retry_after / 1e6
+            if not self.shm_tensors.on_refused(message.id):
+                self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
+            self.shm_tensors.release(message.id, running=message.running or False)
             return
         if isinstance(message, Released):
-            self.sharing.end(message.id)
+            self.shm_tensors.release(message.id)
             return
         if isinstance(message, Registered):
-            self.sharing.registered(message.id, message.region)
+            self.shm_tensors.on_registered(message.id, message.region)
             return
-        call = self.calls.pop(message.id, _nobody)()
+        call = self.calls.pop(message.id, _no_call)()
         if call is not None and type(message) is not call.expects:
-            call.fail(_unexpected(call, message))
+            call.fail(_unexpected_response(call, message))
         elif call is not None:
             if isinstance(message, ModelMetadataResponse):
-                self._knows(message)
+                self._remember_metadata(message)
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
         """End every call that is under way in an error: the connection is lost, and with it what was said on it."""
-        self._known.clear()
+        self._metadata_by_model.clear()
         while self.calls:
             try:
                 _, reference = self.calls.popitem()
@@ -422,24 +422,24 @@ class ClientCore:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _knows(self, model: ModelMetadataResponse) -> None:
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[model.name] = model
+    def _remember_metadata(self, model: ModelMetadataResponse) -> None:
+        if len(self._metadata_by_model) >= _MAX_CACHED_METADATA:
+            self._metadata_by_model.clear()
+        self._metadata_by_model[model.name] = model
 
     def _next_id(self) -> str:
         return next(self._ids)
 
-    def _fail(self, request_id: str, error: WeightdError) -> None:
-        call = self.calls.pop(request_id, _nobody)()
+    def _fail_call(self, request_id: str, error: WeightdError) -> None:
+        call = self.calls.pop(request_id, _no_call)()
         if call is not None:
             if call.request is not None and isinstance(error, InvalidArgument):
                 # Maybe it takes something else by now.
-                self._known.pop(call.request.description.model_name, None)
+                self._metadata_by_model.pop(call.request.description.model_name, None)
             call.fail(error)
 
 
-def _arrays(inputs: Inputs) -> Dict[str, Any]:
+def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
     """Return inputs by name, as the wire wants them.
 
     Raises:
@@ -450,8 +450,8 @@ def _arrays(inputs: Inputs) -> Dict[str, Any]:
     arrays: Dict[str, Any] = {}
     for name, value in inputs.items():
         if type(name) is not str:
-            name = arguments.text("inputs: name", name)  # noqa: PLW2901 - the same name
-        if value.__class__ is not _ndarray and isinstance(value, PLAIN):
+            name = arguments.parse_text("inputs: name", name)  # noqa: PLW2901 - the same name
+        if value.__class__ is not _ndarray and isinstance(value, UNTYPED_TYPES):
             raise Untyped
         try:
             arrays[name] = to_wire(value)
@@ -466,30 +466,30 @@ def _parameters(timeout: float, priority: Optional[int], tenant: Optional[str]) 
 
 
 @functools.lru_cache(maxsize=64)
-def _shared_parameters(asked: Parameters, inputs: Tuple[NamedInput, ...], rooms: Tuple[NamedRoom, ...]) -> Parameters:
-    regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in rooms))
-    return dataclasses.replace(asked, regions=regions)
+def _shared_parameters(parameters: Parameters, inputs: Tuple[SharedInput, ...], outputs: Tuple[SharedOutput, ...]) -> Parameters:
+    regions = Regions(tuple(InputPlace(*each) for each in inputs), tuple(OutputPlace(*each) for each in outputs))
+    return dataclasses.replace(parameters, regions=regions)
 
 
-def _nobody() -> Optional[Call]:
+def _no_call() -> Optional[Call]:
     """What refers to a call that is not known."""
     return None
 
 
-def _unusable(call: Call, error: InvalidArgument) -> WeightdError:
+def _outputs_error(call: Call, error: InvalidArgument) -> WeightdError:
     """Return the error of a call whose outputs are not what they say, or do not fit where they were wanted."""
     return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
 
 
-def _unexpected(call: Call, message: DaemonMessage) -> RemoteProtocolError:
-    wrong = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
-    return RemoteProtocolError(wrong, call.id)
+def _unexpected_response(call: Call, message: DaemonMessage) -> RemoteProtocolError:
+    text = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
+    return RemoteProtocolError(text, call.id)
 
 
 def _check_priority(priority: Any) -> None:
     # Before `_parameters` looks among those that it has made: True equals 1.
     if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
-        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {got(priority)}")
+        raise InvalidArgument(f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}")
 
 
 def _check_out(out: Any) -> None:
@@ -500,7 +500,7 @@ def _check_out(out: Any) -> None:
             raise InvalidArgument(f"out: {label(name)}: expected a numpy array that can be written to, got {found}")
 
 
-def _encoded(message: ClientMessage) -> List[Any]:
+def _encode_checked(message: ClientMessage) -> List[Any]:
     """Return the frames of a message, of which the caller has given parts.
 
     Raises:

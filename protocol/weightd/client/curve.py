@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 from weightd.shared.keys import KeyFileError, read_public, read_secret
 
 KeyFile = Union[str, "os.PathLike[str]"]
@@ -22,14 +22,14 @@ class Curve(NamedTuple):
     """
 
     server: str
-    secret: str
+    secret_key: str
 
     def __repr__(self) -> str:
         """Return what may be shown."""
         return f"Curve(server={self.server!r})"
 
 
-def read(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curve]:
+def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curve]:
     """Return the keys in the files, None where none are given.
 
     Args:
@@ -45,13 +45,13 @@ def read(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curv
         missing = "key, the client's secret one" if key is None else "server_key, the listener's public one"
         raise InvalidArgument(f"expected the files of both keys of CURVE, or none: {missing}, is missing")
     try:
-        return Curve(read_public(_path("server_key", server_key)), read_secret(_path("key", key)))
+        return Curve(read_public(_to_path("server_key", server_key)), read_secret(_to_path("key", key)))
     except KeyFileError as error:
         raise InvalidArgument(str(error)) from None
 
 
-def _path(name: str, file: Any) -> Path:
+def _to_path(name: str, file: Any) -> Path:
     try:
         return Path(file)
     except TypeError:
-        raise InvalidArgument(f"{name}: expected the path of a file, got {got(file)}") from None
+        raise InvalidArgument(f"{name}: expected the path of a file, got {describe_value(file)}") from None

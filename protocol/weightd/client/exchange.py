@@ -15,8 +15,8 @@ from time import monotonic
 from typing import Any, Generator, cast
 
 from weightd.client.connection import Connection, Gone
-from weightd.client.core import Call, Question
-from weightd.client.session import BUSY_S, LOST, Session, extended
+from weightd.client.core import Call, PreparedCall
+from weightd.client.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, Session, extended_deadline
 from weightd.client.turns import Turn, Turns
 from weightd.client.waker import Waker
 from weightd.protocol.errors import Unavailable
@@ -37,13 +37,13 @@ class Exchange:
         # A signal's handler may close the client wherever its thread is.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._turns = Turns()
+        self._election = Turns()
         try:
             self._waker = Waker()
         except OSError as error:
             raise Unavailable(f"cannot make a pipe: {error.strerror}") from None
-        self._poller = self._waker.poller(())
-        self._connects = False
+        self._poller = self._waker.make_poller(())
+        self._is_connecting = False
 
     def connect(self, deadline: float) -> None:
         """Connect, or wait until another thread has tried.
@@ -54,202 +54,202 @@ class Exchange:
         with self._lock:
             self._connect(deadline)
 
-    def send(self, question: Question, deadline: float) -> Call:
+    def send(self, prepared: PreparedCall, deadline: float) -> Call:
         """Begin a call, over a new connection where there is none; wait until all of it has gone."""
-        call, frames = question
+        call, frames = prepared
         with self._lock:
             try:
-                sent_at = self._session.send(frames, call)
+                target_sent = self._session.send(frames, call)
             except Gone:
-                self._make_ready(deadline)
+                self._ensure_writable(deadline)
                 try:
-                    sent_at = self._session.send(frames, call)
+                    target_sent = self._session.send(frames, call)
                 except Gone as error:
                     # Hung up as soon as it was there: the daemon has said why.
-                    self._until_sent(self._session.connection, math.inf, deadline)
-                    raise self._session.verdict or error from None
-            if sent_at or (self._turns.reader and not self._session.connection.is_plain):
-                self._see_off(sent_at, deadline)
+                    self._wait_until_sent(self._session.connection, math.inf, deadline)
+                    raise self._session.protocol_error or error from None
+            if target_sent or (self._election.reader and not self._session.connection.is_level_triggered):
+                self._finish_send(target_sent, deadline)
         return call
 
     def wait(self, call: Call, deadline: float) -> Any:
         """Return the call's answer; where it is our turn, read until it is there."""
-        began = monotonic()
-        turn = self._turns.enter(call)
-        if turn is None or self._follow(turn, began, deadline):
+        started_at = monotonic()
+        waiter = self._election.join(call)
+        if waiter is None or self._wait_for_turn(waiter, started_at, deadline):
             try:
                 while not call.done:
                     if not self._step(deadline):
-                        later = extended(began, deadline)
+                        later = extended_deadline(started_at, deadline)
                         if later is None:
-                            raise self._session.no_answer()
+                            raise self._session.answer_timeout_error()
                         deadline = later
             finally:
-                if self._turns.leave():
-                    self._tell_the_stuck()
+                if self._election.step_down():
+                    self._notify_blocked()
         return call.result()
 
     def result(self, call: Call, deadline: float) -> Any:
         """As `wait`, for who was not told yet that the client is closed, or another process's."""
-        self._session.check()
+        self._session.check_usable()
         return call.result() if call.done else self.wait(call, deadline)
 
     def poll(self, call: Call) -> bool:
         """Take in what has come, and return whether the call's answer is there."""
-        self._session.check()
+        self._session.check_usable()
         if not call.done:
-            self.catch_up()
+            self.read_available()
         return call.done
 
-    def catch_up(self) -> None:
+    def read_available(self) -> None:
         """Take in what has come, unless another thread does anyway."""
-        if self._turns.take():
+        if self._election.try_read():
             try:
                 while not self._session.connection.closed and self._step(0.0):
                     pass
             finally:
-                if self._turns.leave():
-                    self._tell_the_stuck()
+                if self._election.step_down():
+                    self._notify_blocked()
 
     def cancel(self, call: Call) -> None:
         """Take a call back, if it has no answer yet."""
-        self._session.check()
+        self._session.check_usable()
         if call.done:
             return
         deadline = monotonic() + self._session.timeout
         with self._lock:
             try:
-                sent_at: float = self._session.send(self._session.core.cancel(call))
+                target_sent: float = self._session.send(self._session.core.cancel_frames(call))
             except Gone:
-                sent_at = math.inf  # The loss ends the call, too.
+                target_sent = math.inf  # The loss ends the call, too.
             # The collector of garbage may take back what a `map` has left, wherever this thread is: if that is in the
             # middle of a read, it is to go on as before.
-            if self._turns.is_ours:
+            if self._election.is_current_reader:
                 self._waker.set()
             else:
-                self._see_off(sent_at, deadline)
+                self._finish_send(target_sent, deadline)
 
-    def wake(self) -> None:
+    def wake_reader(self) -> None:
         """Have who reads look again at what there is to wait for."""
         self._waker.set()
 
-    def rest(self, seconds: float) -> None:
+    def sleep_unless_closed(self, seconds: float) -> None:
         """Wait for so long, if the client is not closed meanwhile."""
-        end = monotonic() + seconds
+        deadline = monotonic() + seconds
         with self._lock:
-            while monotonic() < end:
-                self._session.check()
-                self._changed.wait(end - monotonic())
+            while monotonic() < deadline:
+                self._session.check_usable()
+                self._changed.wait(deadline - monotonic())
 
     def close(self) -> None:
         """End all calls, and have the connection closed."""
         with self._lock:
-            self._session.end()
+            self._session.mark_closed()
             # Whoever leaves from now on sees to it that the connection is closed.
-            self._turns.stuck += 1
+            self._election.blocked_count += 1
             self._changed.notify_all()
         # A signal's handler may call this in the middle of a read.
-        if self._turns.take(again=False):
-            if self._turns.leave():
-                self._tell_the_stuck()
+        if self._election.try_read(reentrant=False):
+            if self._election.step_down():
+                self._notify_blocked()
         else:
             self._waker.set()
 
-    def _see_off(self, sent_at: float, deadline: float) -> None:
+    def _finish_send(self, target_sent: float, deadline: float) -> None:
         """Wait until so much has gone, and tell who reads what they could not know. The lock is ours."""
         connection = self._session.connection
-        if sent_at:
-            self._until_sent(connection, sent_at, deadline)
-        elif self._turns.reader and not connection.is_idle():
+        if target_sent:
+            self._wait_until_sent(connection, target_sent, deadline)
+        elif self._election.reader and not connection.is_idle():
             self._waker.set()
 
-    def _make_ready(self, deadline: float) -> None:
+    def _ensure_writable(self, deadline: float) -> None:
         """Have a connection that takes a message now. The lock is ours; meanwhile it is free."""
         session = self._session
         while True:
             if session.closed:
-                raise session.ended()
+                raise session.unusable_error()
             connection = session.connection
             if connection.closed:
                 self._connect(deadline)
-            elif connection.is_spoilt:
-                self._until_sent(connection, math.inf, deadline)
+            elif connection.is_broken:
+                self._wait_until_sent(connection, math.inf, deadline)
             elif connection.unsent:
-                self._until_sent(connection, connection.sent + connection.unsent, deadline)
+                self._wait_until_sent(connection, connection.sent + connection.unsent, deadline)
             else:
                 return
 
-    def _until_sent(self, connection: Connection, sent_at: float, deadline: float) -> None:
+    def _wait_until_sent(self, connection: Connection, target_sent: float, deadline: float) -> None:
         """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
-        self._turns.stuck += 1
+        self._election.blocked_count += 1
         try:
             self._waker.set()
-            while connection.sent < sent_at and not connection.closed:
-                self._session.check()
-                if self._turns.take():
+            while connection.sent < target_sent and not connection.closed:
+                self._session.check_usable()
+                if self._election.try_read():
                     with self._unlocked():
                         in_time = self._read_once(deadline)
                 else:
                     in_time = self._changed.wait(deadline - monotonic())
                 if not in_time:
-                    raise self._session.not_read()
+                    raise self._session.send_timeout_error()
         finally:
-            self._turns.stuck -= 1
+            self._election.blocked_count -= 1
 
     def _connect(self, deadline: float) -> None:
         """Connect, or wait until another thread has tried. The lock is ours; meanwhile it is free."""
-        if self._connects:
+        if self._is_connecting:
             if not self._changed.wait(deadline - monotonic()):
-                raise self._session.no_connection()
+                raise self._session.connect_timeout_error()
             return
-        self._connects = True
+        self._is_connecting = True
         try:
             with self._unlocked():
                 connection = self._new_connection(deadline)
         finally:
-            self._connects = False
+            self._is_connecting = False
             self._changed.notify_all()
         if self._session.closed:
             connection.close()
         else:
-            self._poller = self._waker.poller(connection.descriptors)
-            self._session.connected(connection)
+            self._poller = self._waker.make_poller(connection.descriptors)
+            self._session.on_connected(connection)
 
     def _new_connection(self, deadline: float) -> Connection:
-        making = self._session.connecting()
+        steps = self._session.connect_steps()
         try:
             while True:
-                descriptor = next(making)
-                self._session.check()
+                descriptor = next(steps)
+                self._session.check_usable()
                 if descriptor is None:
-                    self._waker.sleep(self._waker.poller(()), min(deadline, monotonic() + BUSY_S))
+                    self._waker.wait(self._waker.make_poller(()), min(deadline, monotonic() + BUSY_RETRY_INTERVAL_S))
                     if monotonic() > deadline:
-                        raise self._session.no_connection()
-                elif not self._waker.sleep(self._waker.poller((descriptor,)), deadline):
-                    raise self._session.no_connection()
+                        raise self._session.connect_timeout_error()
+                elif not self._waker.wait(self._waker.make_poller((descriptor,)), deadline):
+                    raise self._session.connect_timeout_error()
         except StopIteration as made:
             return cast(Connection, made.value)
         finally:
-            making.close()
+            steps.close()
 
-    def _follow(self, turn: Turn, began: float, deadline: float) -> bool:
+    def _wait_for_turn(self, waiter: Turn, started_at: float, deadline: float) -> bool:
         """Wait until the call is done, or it is our turn; return whether that is so."""
         try:
             while True:
-                turn.sleep(deadline - monotonic())
-                later = None if turn.reads or turn.call.done else extended(began, deadline)
+                waiter.wait(deadline - monotonic())
+                later = None if waiter.reads or waiter.call.done else extended_deadline(started_at, deadline)
                 if later is None:
                     break
                 # The one who reads was stopped, too.
                 deadline = later
         except BaseException:
-            if self._turns.give_up(turn) and self._turns.leave():
-                self._tell_the_stuck()
+            if self._election.withdraw(waiter) and self._election.step_down():
+                self._notify_blocked()
             raise
-        if self._turns.give_up(turn):
+        if self._election.withdraw(waiter):
             return True
-        if not turn.call.done:
-            raise self._session.no_answer()
+        if not waiter.call.done:
+            raise self._session.answer_timeout_error()
         return False
 
     def _read_once(self, deadline: float) -> bool:
@@ -257,26 +257,26 @@ class Exchange:
         try:
             return self._step(deadline)
         finally:
-            if self._turns.leave():
-                self._tell_the_stuck()
+            if self._election.step_down():
+                self._notify_blocked()
 
     def _step(self, deadline: float) -> bool:
         """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
         connection = self._session.connection
-        if connection.is_plain or connection.is_idle():
+        if connection.is_level_triggered or connection.is_idle():
             poller = self._poller
-            if connection.unsent and connection.is_plain:
-                poller = self._waker.poller(connection.descriptors, to_write=True)
-            if not self._waker.sleep(poller, deadline):
+            if connection.unsent and connection.is_level_triggered:
+                poller = self._waker.make_poller(connection.descriptors, to_write=True)
+            if not self._waker.wait(poller, deadline):
                 return False
         try:
             for message in connection.receive():
-                self._session.core.received(message.frames)
+                self._session.core.on_message(message.frames)
         except BaseException as error:
             with self._lock:
-                self._session.hang_up(error)
+                self._session.drop_connection(error)
                 self._changed.notify_all()
-            if not isinstance(error, LOST):
+            if not isinstance(error, CONNECTION_LOST_ERRORS):
                 raise
             return True
         if connection.unsent:
@@ -285,14 +285,14 @@ class Exchange:
                 self._changed.notify_all()
         return True
 
-    def _tell_the_stuck(self) -> None:
+    def _notify_blocked(self) -> None:
         """Have what a user has closed closed, and those look who wait at `_changed`. We read no more."""
-        if self._session.closed and self._turns.take():
+        if self._session.closed and self._election.try_read():
             with self._lock:
                 self._session.connection.close()
-                if not self._connects:
+                if not self._is_connecting:
                     self._waker.close()
-            self._turns.leave()
+            self._election.step_down()
         with self._lock:
             self._changed.notify_all()
 

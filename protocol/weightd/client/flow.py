@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Deque, Generator, Iterable, Tup
 
 from weightd.client.pending import Pending
 from weightd.protocol.errors import InvalidArgument, WeightdError
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 
 if TYPE_CHECKING:
     from weightd.client.inputs import Inputs
@@ -17,40 +17,40 @@ if TYPE_CHECKING:
 MAX_IN_FLIGHT = 1024
 
 
-def check(inputs: object, in_flight: Any, kinds: Tuple[type, ...]) -> None:
+def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[type, ...]) -> None:
     """Raise what is wrong with the arguments of `map`, which goes through inputs of these kinds.
 
     Raises:
         InvalidArgument: something is.
     """
     if not (type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT):
-        raise InvalidArgument(f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {got(in_flight)}")
+        raise InvalidArgument(f"in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got {describe_value(in_flight)}")
     kind = type(inputs)
-    if issubclass(kind, (abc.Mapping, str)) or not issubclass(kind, kinds):
+    if issubclass(kind, (abc.Mapping, str)) or not issubclass(kind, iterable_types):
         raise InvalidArgument(f"inputs: expected one after another, as in [array, array], got {kind.__name__}")
 
 
-def answers(begin: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int) -> Generator[Any, None, None]:
+def map_ordered(submit: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int) -> Generator[Any, None, None]:
     """Begin a request for each of `inputs`, and give their answers in this order, as soon as they are there.
 
     However it ends, what is under way then is taken back.
     """
-    under_way: Deque[Pending] = deque()
+    pending_requests: Deque[Pending] = deque()
     try:
         for each in inputs:
-            under_way.append(begin(each))
-            while under_way and (len(under_way) == in_flight or under_way[0].done()):
-                yield _first(under_way)
-        while under_way:
-            yield _first(under_way)
+            pending_requests.append(submit(each))
+            while pending_requests and (len(pending_requests) == in_flight or pending_requests[0].done()):
+                yield _pop_first_result(pending_requests)
+        while pending_requests:
+            yield _pop_first_result(pending_requests)
     finally:
-        for pending in under_way:
+        for pending in pending_requests:
             with contextlib.suppress(WeightdError):
                 pending.cancel()
 
 
-def _first(under_way: Deque[Pending]) -> Any:
+def _pop_first_result(pending_requests: Deque[Pending]) -> Any:
     """Wait for the answer of the first, which is under way no longer then; nothing but the caller keeps it."""
-    answer = under_way[0].result()
-    under_way.popleft()
+    answer = pending_requests[0].result()
+    pending_requests.popleft()
     return answer

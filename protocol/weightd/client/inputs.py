@@ -14,7 +14,7 @@ import numpy as np
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 from weightd.protocol.tensors import NUMPY_DTYPE
 
 if TYPE_CHECKING:
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
 
 # numpy's own numbers are values, too, as `list(array)` has them.
-PLAIN = (bool, int, float, list, tuple, range, np.generic)
+UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
 """What has no datatype, or one that says nothing of what was meant."""
 
-_SEQUENCES = (list, tuple, range)
+_SEQUENCE_TYPES = (list, tuple, range)
 
 # Of which a double has each value, or the nearest.
-_REAL = (int, float, np.integer, np.float16, np.float32)
+_REAL_TYPES = (int, float, np.integer, np.float16, np.float32)
 
-_Converted = Tuple[Any, Optional[int]]
+_Conversion = Tuple[Any, Optional[int]]
 
 
 class Untyped(Exception):
     """Inputs have no names, or values without a datatype: what the model takes has to be known first."""
 
 
-def typed(inputs: Inputs, model: str, takes: Sequence[TensorSignature]) -> Dict[str, Any]:
+def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSignature]) -> Dict[str, Any]:
     """Return inputs by name, with an array in the place of each list and each number.
 
     Args:
@@ -53,27 +53,27 @@ def typed(inputs: Inputs, model: str, takes: Sequence[TensorSignature]) -> Dict[
         InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
             ragged, or a value is none of the datatype.
     """
-    named: Mapping[str, Any] = inputs if isinstance(inputs, abc.Mapping) else {_only(inputs, model, takes): inputs}
-    datatypes = {each.name: each.datatype for each in takes}
+    inputs_by_name: Mapping[str, Any] = inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
+    datatypes = {each.name: each.datatype for each in signatures}
     return {
-        name: _as(datatypes, name, value, model) if isinstance(value, PLAIN) else value for name, value in named.items()
+        name: _convert_input(datatypes, name, value, model) if isinstance(value, UNTYPED_TYPES) else value for name, value in inputs_by_name.items()
     }
 
 
-def _only(inputs: object, model: str, takes: Sequence[TensorSignature]) -> str:
-    if len(takes) != 1:
+def _sole_input_name(inputs: object, model: str, signatures: Sequence[TensorSignature]) -> str:
+    if len(signatures) != 1:
         raise InvalidArgument(
             f'inputs: expected each by its name, as in {{"x": array}}, got {type(inputs).__name__}: '
-            f"{label(model)} has the inputs {_names(takes)}"
+            f"{label(model)} has the inputs {_list_names(signatures)}"
         )
-    return takes[0].name
+    return signatures[0].name
 
 
-def _names(takes: Sequence[TensorSignature]) -> str:
-    return ", ".join(label(each.name) for each in takes) or "none"
+def _list_names(signatures: Sequence[TensorSignature]) -> str:
+    return ", ".join(label(each.name) for each in signatures) or "none"
 
 
-def _as(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
+def _convert_input(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
     datatype = datatypes.get(name)
     if datatype is None:
         names = ", ".join(map(label, datatypes)) or "none"
@@ -81,7 +81,7 @@ def _as(datatypes: Mapping[str, str], name: str, value: Any, model: str) -> Any:
     return as_array(f"input {label(name)}", value, datatype)
 
 
-def as_array(place: str, value: Any, datatype: str) -> Any:
+def as_array(description: str, value: Any, datatype: str) -> Any:
     """Return an array of `datatype` with the values of nested lists, or of a number.
 
     No integer wraps, none is made of a fraction (1.0 is 1, 1.5 is refused) or of a truth value, and no number becomes
@@ -97,70 +97,70 @@ def as_array(place: str, value: Any, datatype: str) -> Any:
         InvalidArgument: lists are ragged, too deep or too large, or a value is none of the datatype.
     """
     dtype: Any = np.dtype(NUMPY_DTYPE[datatype])
-    values, shape = _flat(place, value, dtype.itemsize)
+    values, shape = _flatten(description, value, dtype.itemsize)
     if any(issubclass(kind, np.ndarray) for kind in set(map(type, values))):
-        return _stacked(place, values, shape)
-    array, wrong = _CONVERTERS[dtype.kind](values, dtype)
-    if wrong is not None:
-        raise InvalidArgument(f"{place}{_at(shape, wrong)}: expected {_expected(dtype)}, got {got(values[wrong])}")
+        return _stack_arrays(description, values, shape)
+    array, bad_index = _CONVERTERS[dtype.kind](values, dtype)
+    if bad_index is not None:
+        raise InvalidArgument(f"{description}{_format_index(shape, bad_index)}: expected {_expected_values(dtype)}, got {describe_value(values[bad_index])}")
     return array.reshape(shape)
 
 
 # --- lists ----------------------------------------------------------------------------------------------------------
 
 
-def _flat(place: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
+def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
     """Return the values of nested lists, and their shape."""
     level: List[Any] = [value]
     shape: Tuple[int, ...] = ()
     size = 1
-    while any(issubclass(kind, _SEQUENCES) for kind in set(map(type, level))):
+    while any(issubclass(kind, _SEQUENCE_TYPES) for kind in set(map(type, level))):
         if len(shape) == limits.MAX_RANK:
-            raise InvalidArgument(f"{place}: expected lists in at most {limits.MAX_RANK} levels")
-        length = _length(place, shape, level)
+            raise InvalidArgument(f"{description}: expected lists in at most {limits.MAX_RANK} levels")
+        length = _common_length(description, shape, level)
         shape += (length,)
         size *= length
         # Before there is memory for it: a list may have itself as an item.
         if size * item_bytes > limits.MAX_FRAME_BYTES:
-            raise InvalidArgument(f"{place}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}")
+            raise InvalidArgument(f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}")
         level = list(chain.from_iterable(level))
     return level, shape
 
 
-def _length(place: str, shape: Tuple[int, ...], level: List[Any]) -> int:
+def _common_length(description: str, shape: Tuple[int, ...], level: List[Any]) -> int:
     """Return how long each list of a level is."""
     length = len(level[0]) if _is_list(level[0]) else -1
     for index, each in enumerate(level):
         if not _is_list(each) or len(each) != length:
             expected = f"a list of {length}, as the first one" if length >= 0 else "a list, as others beside it are"
-            found = f"one of {len(each)}" if _is_list(each) else got(each)
-            raise InvalidArgument(f"{place}{_at(shape, index)}: expected {expected}, got {found}")
+            found = f"one of {len(each)}" if _is_list(each) else describe_value(each)
+            raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
     return length
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, _SEQUENCES)
+    return isinstance(value, _SEQUENCE_TYPES)
 
 
-def _at(shape: Tuple[int, ...], index: int) -> str:
+def _format_index(shape: Tuple[int, ...], index: int) -> str:
     """Return where a value is, as one would ask for it."""
     return "".join(f"[{each}]" for each in np.unravel_index(index, shape)) if shape else ""
 
 
-def _stacked(place: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
+def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
     """Return lists of arrays as one. numpy would find a datatype for those of several, and objects for other shapes."""
-    kinds = [_kind(each) for each in arrays]
-    first = next(kind for kind in kinds if kind)
-    for index, kind in enumerate(kinds):
+    array_types = [_describe_array(each) for each in arrays]
+    first = next(kind for kind in array_types if kind)
+    for index, kind in enumerate(array_types):
         if kind != first:
-            found = f"one of {kind}" if kind else got(arrays[index])
+            found = f"one of {kind}" if kind else describe_value(arrays[index])
             expected = f"an array of {first}, as others beside it are"
-            raise InvalidArgument(f"{place}{_at(shape, index)}: expected {expected}, got {found}")
+            raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
     stacked: Any = np.array(arrays)
     return stacked.reshape(shape + stacked.shape[1:])
 
 
-def _kind(value: Any) -> str:
+def _describe_array(value: Any) -> str:
     """Return what an array is, "" for anything else."""
     return f"{value.dtype} {list(value.shape)}" if issubclass(type(value), np.ndarray) else ""
 
@@ -168,18 +168,18 @@ def _kind(value: Any) -> str:
 # --- values: each of these returns an array and, where one does not fit, which it is ----------------------------------
 
 
-def _booleans(values: List[Any], dtype: Any) -> _Converted:
-    wrong = _first_other(values, (bool, np.bool_))
-    return np.array([] if wrong is not None else values, dtype), wrong
+def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
+    bad_index = _first_of_other_type(values, (bool, np.bool_))
+    return np.array([] if bad_index is not None else values, dtype), bad_index
 
 
-def _integers(values: List[Any], dtype: Any) -> _Converted:
+def _convert_integers(values: List[Any], dtype: Any) -> _Conversion:
     # JSON has one kind of number: many clients write 1 as 1.0.
-    wrong = _first_other(values, _REAL)
-    if wrong is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
-        wrong = next((index for index, each in enumerate(values) if not _is_whole(each)), None)
-    if wrong is not None:
-        return None, wrong
+    bad_index = _first_of_other_type(values, _REAL_TYPES)
+    if bad_index is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
+        bad_index = next((index for index, each in enumerate(values) if not _is_integral(each)), None)
+    if bad_index is not None:
+        return None, bad_index
     # Python's own are compared exactly.
     values = [*map(int, values)]
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
@@ -188,25 +188,25 @@ def _integers(values: List[Any], dtype: Any) -> _Converted:
     return np.array(values, dtype), None
 
 
-def _reals(values: List[Any], dtype: Any) -> _Converted:
-    wrong = _first_other(values, _REAL)
-    if wrong is not None:
-        return None, wrong
+def _convert_reals(values: List[Any], dtype: Any) -> _Conversion:
+    bad_index = _first_of_other_type(values, _REAL_TYPES)
+    if bad_index is not None:
+        return None, bad_index
     try:
         wide = np.array(values, np.float64)
     except OverflowError:
-        return None, next(index for index, each in enumerate(values) if not _has_double(each))
+        return None, next(index for index, each in enumerate(values) if not _fits_float64(each))
     with np.errstate(over="ignore"):
         array = wide.astype(dtype)
     infinite = np.flatnonzero(np.isinf(array) & ~np.isinf(wide))
     return array, int(infinite[0]) if infinite.size else None
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integral(value: Any) -> bool:
     return issubclass(type(value), (int, np.integer)) or float(value).is_integer()
 
 
-def _has_double(value: Any) -> bool:
+def _fits_float64(value: Any) -> bool:
     try:
         float(value)
     except OverflowError:
@@ -214,17 +214,17 @@ def _has_double(value: Any) -> bool:
     return True
 
 
-def _first_other(values: List[Any], kinds: Tuple[type, ...]) -> Optional[int]:
+def _first_of_other_type(values: List[Any], types: Tuple[type, ...]) -> Optional[int]:
     """Return which value is the first of another kind; a truth value is of no kind that does not name it."""
-    other = {
+    other_types = {
         kind
         for kind in set(map(type, values))
-        if not issubclass(kind, kinds) or (issubclass(kind, bool) and bool not in kinds)
+        if not issubclass(kind, types) or (issubclass(kind, bool) and bool not in types)
     }
-    return next((index for index, each in enumerate(values) if type(each) in other), None) if other else None
+    return next((index for index, each in enumerate(values) if type(each) in other_types), None) if other_types else None
 
 
-def _expected(dtype: Any) -> str:
+def _expected_values(dtype: Any) -> str:
     if dtype.kind == "b":
         return "True or False"
     if dtype.kind == "f":
@@ -232,9 +232,9 @@ def _expected(dtype: Any) -> str:
     return f"an integer from {np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
 
 
-_CONVERTERS: Dict[str, Callable[[List[Any], Any], _Converted]] = {
-    "b": _booleans,
-    "i": _integers,
-    "u": _integers,
-    "f": _reals,
+_CONVERTERS: Dict[str, Callable[[List[Any], Any], _Conversion]] = {
+    "b": _convert_booleans,
+    "i": _convert_integers,
+    "u": _convert_integers,
+    "f": _convert_reals,
 }

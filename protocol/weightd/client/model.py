@@ -39,7 +39,7 @@ class PendingOutput(Pending):
 
     def result(self) -> Any:
         """Wait for the answer as `Pending.result` does; return it as the call of a `Model` does."""
-        return _sole(self._wait())
+        return _unwrap_single(self._wait())
 
 
 class Model(Uncopied):
@@ -59,13 +59,13 @@ class Model(Uncopied):
         name: str,
         infer: Callable[[Any], Dict[str, Any]],
         submit: Callable[[Any], Pending],
-        flow: Callable[..., Generator[Dict[str, Any], None, None]],
+        map_inputs: Callable[..., Generator[Dict[str, Any], None, None]],
         metadata: Callable[..., ModelMetadataResponse],
     ) -> None:
         self.name = name
         self._infer = infer
         self._submit = submit
-        self._flow = flow
+        self._map = map_inputs
         self._metadata = metadata
 
     @overload
@@ -83,7 +83,7 @@ class Model(Uncopied):
         Raises:
             RequestError: as `Client.infer`.
         """
-        return _sole(self._infer(_given(alone, named)))
+        return _unwrap_single(self._infer(_call_inputs(alone, named)))
 
     @overload
     def submit(self, __inputs: Inputs) -> PendingOutput: ...
@@ -93,12 +93,12 @@ class Model(Uncopied):
 
     def submit(self, *alone: Any, **named: Any) -> PendingOutput:
         """Send a request without waiting, as `Client.submit`; inputs are given as in a call."""
-        pending = self._submit(_given(alone, named))
+        pending = self._submit(_call_inputs(alone, named))
         return PendingOutput(pending.result, pending.done, pending.cancel)
 
     def map(self, inputs: Iterable[Inputs], *, in_flight: int = DEFAULT_IN_FLIGHT) -> Generator[Any, None, None]:
         """Run the model on each of `inputs`, as `Client.map`; give what a call returns."""
-        return _soles(self._flow(inputs, in_flight=in_flight))
+        return _unwrap_each(self._map(inputs, in_flight=in_flight))
 
     def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives, as `Client.metadata`."""
@@ -116,12 +116,12 @@ class AsyncModel(Uncopied):
         self,
         name: str,
         infer: Callable[[Any], Awaitable[Dict[str, Any]]],
-        flow: Callable[..., AsyncGenerator[Dict[str, Any], None]],
+        map_inputs: Callable[..., AsyncGenerator[Dict[str, Any], None]],
         metadata: Callable[..., Awaitable[ModelMetadataResponse]],
     ) -> None:
         self.name = name
         self._infer = infer
-        self._flow = flow
+        self._map = map_inputs
         self._metadata = metadata
 
     @overload
@@ -132,47 +132,47 @@ class AsyncModel(Uncopied):
 
     async def __call__(self, *alone: Any, **named: Any) -> Any:
         """Run the model: as `Model.__call__`."""
-        return _sole(await self._infer(_given(alone, named)))
+        return _unwrap_single(await self._infer(_call_inputs(alone, named)))
 
     def map(
         self, inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]], *, in_flight: int = DEFAULT_IN_FLIGHT
     ) -> AsyncGenerator[Any, None]:
         """Run the model on each of `inputs`, as `AsyncClient.map`; give what a call returns."""
-        return _async_soles(self._flow(inputs, in_flight=in_flight))
+        return _unwrap_each_async(self._map(inputs, in_flight=in_flight))
 
     async def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
         """Return what the model takes and gives, as `Client.metadata`."""
         return await self._metadata(timeout=timeout)
 
 
-def _given(alone: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+def _call_inputs(positional: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Return the inputs of a call."""
-    if not alone:
+    if not positional:
         return named
-    if len(alone) == 1 and not named:
-        return alone[0]
-    found = f"{len(alone)} without a name" + (f" and {', '.join(named)}" if named else "")
+    if len(positional) == 1 and not named:
+        return positional[0]
+    found = f"{len(positional)} without a name" + (f" and {', '.join(named)}" if named else "")
     raise InvalidArgument(f"inputs: expected each by its name, as in model(x=array), or one without, got {found}")
 
 
-def _sole(outputs: Dict[str, NDArray[Any]]) -> Any:
+def _unwrap_single(outputs: Dict[str, NDArray[Any]]) -> Any:
     if len(outputs) != 1:
         return outputs
     [output] = outputs.values()
     return output
 
 
-def _soles(flow: Generator[Dict[str, Any], None, None]) -> Generator[Any, None, None]:
+def _unwrap_each(results: Generator[Dict[str, Any], None, None]) -> Generator[Any, None, None]:
     try:
-        for outputs in flow:
-            yield _sole(outputs)
+        for outputs in results:
+            yield _unwrap_single(outputs)
     finally:
-        flow.close()
+        results.close()
 
 
-async def _async_soles(flow: AsyncGenerator[Dict[str, Any], None]) -> AsyncGenerator[Any, None]:
+async def _unwrap_each_async(results: AsyncGenerator[Dict[str, Any], None]) -> AsyncGenerator[Any, None]:
     try:
-        async for outputs in flow:
-            yield _sole(outputs)
+        async for outputs in results:
+            yield _unwrap_single(outputs)
     finally:
-        await flow.aclose()
+        await results.aclose()

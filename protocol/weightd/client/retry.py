@@ -9,17 +9,17 @@ from typing import Any, Callable, Optional
 
 from weightd.client import arguments
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 
 # What could not be answered for so long is news for a person, not for a program.
 MAX_ATTEMPTS = 10
 MAX_PAUSE_S = 60.0
 
 # Those of which docs/protocol.md says "later": the same request may succeed then.
-_LATER = (ResourceExhausted, Unavailable)
+_RETRYABLE_ERRORS = (ResourceExhausted, Unavailable)
 
 # Who would have no more than this left for the answer does not ask again.
-_LEAST_S = 0.001
+_MIN_ATTEMPT_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Retry:
     def __post_init__(self) -> None:
         attempts: Any = self.attempts
         if not (type(attempts) is int and 1 <= attempts <= MAX_ATTEMPTS):
-            raise InvalidArgument(f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {got(attempts)}")
+            raise InvalidArgument(f"attempts: expected an integer from 1 to {MAX_ATTEMPTS}, got {describe_value(attempts)}")
         for name in ("pause", "max_pause"):
-            object.__setattr__(self, name, arguments.seconds(name, getattr(self, name), MAX_PAUSE_S))
+            object.__setattr__(self, name, arguments.parse_seconds(name, getattr(self, name), MAX_PAUSE_S))
 
 
-def checked(retry: Any) -> Optional[Retry]:
+def check_retry(retry: Any) -> Optional[Retry]:
     """Return the policy that a client was given, or None.
 
     Raises:
         InvalidArgument: it is something else.
     """
     if retry is not None and not isinstance(retry, Retry):
-        raise InvalidArgument(f"retry: expected a Retry or None, got {got(retry)}")
+        raise InvalidArgument(f"retry: expected a Retry or None, got {describe_value(retry)}")
     return retry
 
 
@@ -75,23 +75,23 @@ class Attempts:
         seconds: float,
         *,
         clock: Callable[[], float] = monotonic,
-        chance: Callable[[], float] = random.random,
+        random_fraction: Callable[[], float] = random.random,
     ) -> None:
         self._retry = retry
         self._clock = clock
-        self._chance = chance
+        self._random = random_fraction
         self._deadline = clock() + seconds
-        self._failed = 0
+        self._failure_count = 0
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Return how many seconds the next attempt may take: always some."""
-        return max(_LEAST_S, self._deadline - self._clock())
+        return max(_MIN_ATTEMPT_S, self._deadline - self._clock())
 
     def pause_after(self, error: RequestError) -> Optional[float]:
         """An attempt has ended in `error`; return for how long to wait before the next one, None if there is none."""
-        self._failed += 1
-        if self._failed >= self._retry.attempts or not isinstance(error, _LATER):
+        self._failure_count += 1
+        if self._failure_count >= self._retry.attempts or not isinstance(error, _RETRYABLE_ERRORS):
             return None
-        grown = min(self._retry.pause * 2.0 ** (self._failed - 1), self._retry.max_pause)
-        pause = (error.retry_after or 0.0) + grown * (1.0 + self._chance()) / 2.0
-        return pause if pause + _LEAST_S < self._deadline - self._clock() else None
+        backoff_s = min(self._retry.pause * 2.0 ** (self._failure_count - 1), self._retry.max_pause)
+        pause = (error.retry_after or 0.0) + backoff_s * (1.0 + self._random()) / 2.0
+        return pause if pause + _MIN_ATTEMPT_S < self._deadline - self._clock() else None

@@ -10,8 +10,8 @@ from typing import Any, Deque, List, Optional, Tuple
 from weakref import WeakSet
 
 from weightd.client import arguments, unix, zeromq
-from weightd.client.address import Address, NoDaemon, default_addresses, no_daemon, parse
-from weightd.client.connection import Connection, Making, Nowhere
+from weightd.client.address import Address, NoDaemon, default_addresses, no_daemon_error, parse_address
+from weightd.client.connection import Connection, ConnectSteps, Nowhere
 from weightd.client.core import Call, ClientCore
 from weightd.client.curve import Curve
 from weightd.protocol import limits
@@ -28,22 +28,22 @@ from weightd.protocol.errors import (
 
 DEFAULT_TIMEOUT_S = 30.0
 
-_TCP = "tcp://"
+_TCP_SCHEME = "tcp://"
 
 # Where somebody listens who is too busy to accept, after which time one looks again.
-BUSY_S = 0.002
+BUSY_RETRY_INTERVAL_S = 0.002
 
 # What tells that a connection is of no use any more: raised by its `receive`, or by what `received` makes of a message.
-LOST = (Unavailable, RemoteProtocolError)
+CONNECTION_LOST_ERRORS = (Unavailable, RemoteProtocolError)
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 _MAX_GRACE_S = 0.5
 
 # A wait that ends so late shows that this process did not run.
-_OVERSLEPT_S = 0.1
+_SUSPENDED_THRESHOLD_S = 0.1
 
 # For reading an answer that has come meanwhile, the rest of a long one included.
-_CATCH_UP_S = 0.5
+_RESUME_GRACE_S = 0.5
 
 
 class WrongProcess(WeightdError):
@@ -75,33 +75,33 @@ class Session:
     def __init__(
         self, address: Optional[str], timeout: float, tenant: Optional[str] = None, curve: Optional[Curve] = None
     ) -> None:
-        given = default_addresses() if address is None else [arguments.text("address", address)]
-        self._addresses = [*map(parse, given)]
+        addresses = default_addresses() if address is None else [arguments.parse_text("address", address)]
+        self._addresses = [*map(parse_address, addresses)]
         self.address: Address = self._addresses[0]
-        if curve is not None and not self.address.given.startswith(_TCP):
-            raise InvalidArgument(f"expected no keys for {self.address.given}: the kernel tells who connects there")
+        if curve is not None and not self.address.text.startswith(_TCP_SCHEME):
+            raise InvalidArgument(f"expected no keys for {self.address.text}: the kernel tells who connects there")
         self._curve = curve
-        self.timeout = arguments.seconds("timeout", timeout, _MAX_TIMEOUT_S)
-        self.patience = self.patience_of(self.timeout)
+        self.timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
+        self.default_timeout_and_grace = self.resolve_timeout(self.timeout)
         self.core = ClientCore(tenant)
         self.connection: Connection = Nowhere()
         self.closed = False
-        self.is_foreign = False
-        self.verdict: Optional[RemoteProtocolError] = None
-        self._sends = False
-        self._later: Deque[List[Any]] = deque()
+        self.is_forked_copy = False
+        self.protocol_error: Optional[RemoteProtocolError] = None
+        self._is_sending = False
+        self._deferred: Deque[List[Any]] = deque()
         _sessions.add(self)
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raise if it must not be used.
 
         Raises:
             WrongProcess, ClientClosed: that is so.
         """
-        if self.closed or self.is_foreign:
-            raise self.ended()
+        if self.closed or self.is_forked_copy:
+            raise self.unusable_error()
 
-    def patience_of(self, timeout: Optional[float]) -> Tuple[float, float]:
+    def resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
         """Return how many seconds a call may take that is given this timeout, and how much longer to wait.
 
         In that time the daemon tells of the deadline itself, and says more than the client could.
@@ -110,11 +110,11 @@ class Session:
             InvalidArgument: it is out of bounds.
         """
         if timeout is None:
-            return self.patience
-        timeout = arguments.seconds("timeout", timeout, _MAX_TIMEOUT_S)
+            return self.default_timeout_and_grace
+        timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
-    def connecting(self) -> Making[Connection]:
+    def connect_steps(self) -> ConnectSteps[Connection]:
         """Connect to the first address where a daemon listens, in the first way that is possible.
 
         From the first connection on, the client stays with that daemon: it never changes to another one.
@@ -126,34 +126,34 @@ class Session:
         for address in self._addresses:
             self.address = address
             try:
-                connection = yield from self._connecting_to(address)
+                connection = yield from self._connect_steps_to(address)
             except NoDaemon as error:
                 failures.append(error)
             else:
                 self._addresses = [address]
                 return connection
-        raise no_daemon(failures) from None
+        raise no_daemon_error(failures) from None
 
-    def _connecting_to(self, address: Address) -> Making[Connection]:
+    def _connect_steps_to(self, address: Address) -> ConnectSteps[Connection]:
         _, path, zeromq_address = address
         if not path:
-            return (yield from zeromq.connecting(zeromq_address, self._curve))
+            return (yield from zeromq.connect_steps(zeromq_address, self._curve))
         try:
-            return (yield from unix.connecting(path))
+            return (yield from unix.connect_steps(path))
         except RequestError as error:
             if not zeromq_address:
                 raise
             refusal = error
         try:
-            return (yield from zeromq.connecting(zeromq_address))
+            return (yield from zeromq.connect_steps(zeromq_address))
         except Unavailable:
             if isinstance(refusal, PermissionDenied):
                 raise refusal from None
             raise
 
-    def connected(self, connection: Connection) -> None:
+    def on_connected(self, connection: Connection) -> None:
         """From now on, this is the connection."""
-        self.core.sharing.connected(is_possible=connection.takes_descriptors)
+        self.core.shm_tensors.on_connected(can_share=connection.accepts_descriptors)
         self.connection = connection
 
     def send(self, frames: List[Any], call: Optional[Call] = None) -> int:
@@ -171,83 +171,83 @@ class Session:
         connection = self.connection
         if call is not None:
             if connection.unsent:
-                raise connection.gone()
-            frames = core.begin(call, frames)
-        elif self._sends:
-            self._later.append(frames)
+                raise connection.not_sent_error()
+            frames = core.track(call, frames)
+        elif self._is_sending:
+            self._deferred.append(frames)
             return 0
-        self._sends = True
+        self._is_sending = True
         try:
-            sharing = core.sharing
-            if call is not None and sharing.settled is not sharing.arena.regions:
-                for message, region in sharing.due():
+            sharing = core.shm_tensors
+            if call is not None and sharing.announced_regions is not sharing.arena.regions:
+                for message, region in sharing.take_region_messages():
                     connection.send(encode(message), () if region is None else (region.descriptor,))
             all_sent = connection.send(frames)
-            while self._later:
+            while self._deferred:
                 # If it is lost now, whoever reads will notice.
                 with contextlib.suppress(OSError):
-                    connection.send(self._later.popleft())
+                    connection.send(self._deferred.popleft())
         except OSError:
             if call is not None:
-                core.forget(call)
-            connection.spoil()
-            raise connection.gone() from None
+                core.untrack(call)
+            connection.mark_broken()
+            raise connection.not_sent_error() from None
         except BaseException:
-            connection.spoil()
+            connection.mark_broken()
             raise
         finally:
-            self._sends = False
-        return 0 if all_sent else connection.left()
+            self._is_sending = False
+        return 0 if all_sent else connection.sent_after_flush()
 
-    def hang_up(self, error: BaseException) -> None:
+    def drop_connection(self, error: BaseException) -> None:
         """Close the connection, for this reason; what is under way ends in it."""
-        kind = type(error) if isinstance(error, LOST) else Unavailable
+        kind = type(error) if isinstance(error, CONNECTION_LOST_ERRORS) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
         self.connection.close()
-        self._later.clear()
-        self.verdict = error if isinstance(error, RemoteProtocolError) else None
-        self.core.sharing.disconnected()
+        self._deferred.clear()
+        self.protocol_error = error if isinstance(error, RemoteProtocolError) else None
+        self.core.shm_tensors.on_disconnected()
         self.core.fail_all(kind, text)
 
-    def end(self) -> None:
+    def mark_closed(self) -> None:
         """The user closes it: what is under way ends in `ClientClosed`. The connection is still to be closed."""
         self.closed = True
-        self.connection.spoil()
-        self.core.fail_all(ClientClosed, str(self.ended()))
+        self.connection.mark_broken()
+        self.core.fail_all(ClientClosed, str(self.unusable_error()))
 
     # --- errors, the same for all -------------------------------------------------------------------------------
 
-    def ended(self) -> WeightdError:
+    def unusable_error(self) -> WeightdError:
         """Return the error of what cannot go on, as the client is closed, or another process's."""
-        if self.is_foreign:
+        if self.is_forked_copy:
             return WrongProcess("this client belongs to the process that made it; make one in each process")
         return ClientClosed("this client is closed")
 
-    def no_connection(self) -> DeadlineExceeded:
+    def connect_timeout_error(self) -> DeadlineExceeded:
         """Return the error of who has waited in vain to be connected."""
-        return DeadlineExceeded(f"no handshake with {self.address.given} in time: the daemon hangs")
+        return DeadlineExceeded(f"no handshake with {self.address.text} in time: the daemon hangs")
 
-    def not_read(self) -> DeadlineExceeded:
+    def send_timeout_error(self) -> DeadlineExceeded:
         """Return the error of who has waited in vain until a message had gone."""
-        return DeadlineExceeded(f"could not send to {self.address.given} in time: the daemon does not read")
+        return DeadlineExceeded(f"could not send to {self.address.text} in time: the daemon does not read")
 
-    def no_answer(self) -> DeadlineExceeded:
+    def answer_timeout_error(self) -> DeadlineExceeded:
         """Return the error of who has waited in vain for an answer."""
-        return DeadlineExceeded(f"no answer from {self.address.given} in time: the daemon does not answer")
+        return DeadlineExceeded(f"no answer from {self.address.text} in time: the daemon does not answer")
 
 
-def extended(began: float, deadline: float) -> Optional[float]:
+def extended_deadline(started_at: float, deadline: float) -> Optional[float]:
     """Return a later deadline for a wait since `began` that has ended without an answer; None if it was long enough.
 
     If this process was stopped beyond the deadline, the answer may have come in time and wait in the socket.
     """
     now = monotonic()
-    return now + _CATCH_UP_S if began < deadline < now - _OVERSLEPT_S else None
+    return now + _RESUME_GRACE_S if started_at < deadline < now - _SUSPENDED_THRESHOLD_S else None
 
 
-def _disown() -> None:
+def _mark_forked_copies() -> None:
     for session in list(_sessions):
-        session.is_foreign = True
+        session.is_forked_copy = True
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_mark_forked_copies)

@@ -18,14 +18,14 @@ from weightd.protocol.messages.regions import Register, Unregister
 from weightd.protocol.tensors import from_frame, from_memory
 
 # A smaller tensor costs less in a frame.
-LEAST_BYTES = 64 * 1024
+MIN_SHARED_BYTES = 64 * 1024
 
 # Shapes whose outputs are remembered; those that came first go first.
-_MAX_LARGE = 256
+_MAX_REMEMBERED = 256
 
-_NONE: Dict[Any, Any] = {}
+_EMPTY: Dict[Any, Any] = {}
 
-Message = Union[Register, Unregister]
+RegionMessage = Union[Register, Unregister]
 
 
 class WrongOut(InvalidArgument):
@@ -33,8 +33,8 @@ class WrongOut(InvalidArgument):
 
 
 # Of an input: position, region and offset, as a request names them; of room for an output its bytes, too.
-NamedInput = Tuple[int, str, int]
-NamedRoom = Tuple[int, str, int, int]
+SharedInput = Tuple[int, str, int]
+SharedOutput = Tuple[int, str, int, int]
 
 
 class Given:
@@ -70,11 +70,11 @@ class Lease(NamedTuple):
     epoch: int
     arrays: Sequence[Any]
     out: Mapping[str, Any]
-    in_frames: List[Any]
-    inputs: List[NamedInput]
+    framed_inputs: List[Any]
+    shared_inputs: List[SharedInput]
     copies: List[Block]
-    rooms: Dict[int, Union[Block, Given]]
-    named: List[NamedRoom]
+    output_buffers: Dict[int, Union[Block, Given]]
+    shared_outputs: List[SharedOutput]
 
 
 class Sharing:
@@ -95,115 +95,115 @@ class Sharing:
 
     def __init__(self, next_id: Callable[[], str]) -> None:
         self.arena = Arena()
-        self.settled: Optional[Tuple[Region, ...]] = ()
+        self.announced_regions: Optional[Tuple[Region, ...]] = ()
         self.leases: Dict[str, Lease] = {}
-        self.large: Dict[int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]] = {}
+        self.large_outputs: Dict[int, Tuple[RequestDescription, ResponseDescription, Sequence[Tuple[int, str, int]]]] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
         # Another one with each connection.
         self._epoch = 0
         # Whether regions may be registered on the present connection, and their names there.
-        self._is_possible = False
-        self._names: Dict[Region, str] = {}
-        self._asked: Dict[str, Region] = {}
-        self._refused: Set[Region] = set()
+        self._can_share = False
+        self._region_ids: Dict[Region, str] = {}
+        self._registering: Dict[str, Region] = {}
+        self._refused_regions: Set[Region] = set()
 
     # --- the connection -----------------------------------------------------------------------------------------
 
-    def connected(self, *, is_possible: bool) -> None:
+    def on_connected(self, *, can_share: bool) -> None:
         """There is another connection: on that nothing is registered yet."""
-        self.disconnected()
-        self._is_possible = is_possible
+        self.on_disconnected()
+        self._can_share = can_share
 
-    def disconnected(self) -> None:
+    def on_disconnected(self) -> None:
         """The connection is lost: nobody will tell when workers are done with what was under way."""
-        self._is_possible = False
+        self._can_share = False
         self._epoch += 1
         with self._lock:
-            for known in (self._names, self._asked, self._refused):
+            for known in (self._region_ids, self._registering, self._refused_regions):
                 known.clear()
-            self.settled = ()
+            self.announced_regions = ()
             leases, self.leases = self.leases, {}
-        self.arena.retire(tuple({room.region for lease in leases.values() for room in lease.rooms.values()}))
+        self.arena.retire(tuple({room.region for lease in leases.values() for room in lease.output_buffers.values()}))
 
-    def due(self) -> Sequence[Tuple[Message, Optional[Region]]]:
+    def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[Region]]]:
         """Return what is to be said before the next request, each with the region whose descriptor goes with it.
 
         Nothing, where the arena's regions are those that are `settled`.
         """
         regions = self.arena.regions
-        if not self._is_possible or regions is self.settled:
+        if not self._can_share or regions is self.announced_regions:
             return ()
-        due: List[Tuple[Message, Optional[Region]]] = []
+        messages: List[Tuple[RegionMessage, Optional[Region]]] = []
         with self._lock:
-            gone = [region for region in self._names if region not in regions]
-            free = [region for region in gone if region.is_free]
-            due += [(Unregister(self._next_id(), self._names.pop(region)), None) for region in free]
+            retired = [region for region in self._region_ids if region not in regions]
+            unused = [region for region in retired if region.is_unused]
+            messages += [(Unregister(self._next_id(), self._region_ids.pop(region)), None) for region in unused]
             for region in regions:
-                if not (region in self._names or region in self._refused or region in self._asked.values()):
+                if not (region in self._region_ids or region in self._refused_regions or region in self._registering.values()):
                     register = Register(self._next_id())
-                    self._asked[register.id] = region
-                    due.append((register, region))
-            self._refused.intersection_update(regions)
+                    self._registering[register.id] = region
+                    messages.append((register, region))
+            self._refused_regions.intersection_update(regions)
             # The name of one that was let go is still known: a request may be about to name it.
-            self.settled = None if len(free) < len(gone) else regions
-        return due
+            self.announced_regions = None if len(unused) < len(retired) else regions
+        return messages
 
-    def registered(self, request_id: str, name: str) -> None:
+    def on_registered(self, request_id: str, region_id: str) -> None:
         """The daemon knows a region."""
         with self._lock:
-            region = self._asked.pop(request_id, None)
+            region = self._registering.pop(request_id, None)
             if region is not None:
-                self._names[region] = name
+                self._region_ids[region] = region_id
 
-    def refused(self, request_id: str) -> bool:
+    def on_refused(self, request_id: str) -> bool:
         """A message has ended in an error; return whether it was about a region. That one is not offered again."""
         with self._lock:
-            region = self._asked.pop(request_id, None)
+            region = self._registering.pop(request_id, None)
             if region is not None:
-                self._refused.add(region)
+                self._refused_regions.add(region)
         return region is not None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
+    def new_lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
         """Return where the tensors of a request are to be, of which `arrays` are the inputs."""
         lease = Lease(self._epoch, arrays, out, [], [], [], {}, [])
-        if not self._is_possible:
-            lease.in_frames.extend(arrays)
+        if not self._can_share:
+            lease.framed_inputs.extend(arrays)
             return lease
         for index, nbytes in enumerate(description.sizes):
             array = arrays[index]
-            if nbytes < LEAST_BYTES or not self._lend(lease, index, array, nbytes):
-                lease.in_frames.append(array)
-        large = self.large.get(id(description))
+            if nbytes < MIN_SHARED_BYTES or not self._share_input(lease, index, array, nbytes):
+                lease.framed_inputs.append(array)
+        large = self.large_outputs.get(id(description))
         if large is not None:
             for index, name, nbytes in large[2]:
-                room = self._room(nbytes, out.get(name))
-                known_as = None if room is None else self._names.get(room.region)
+                room = self._output_buffer(nbytes, out.get(name))
+                known_as = None if room is None else self._region_ids.get(room.region)
                 if room is not None and known_as is not None:
-                    lease.rooms[index] = room
-                    lease.named.append((index, known_as, room.offset, room.nbytes))
+                    lease.output_buffers[index] = room
+                    lease.shared_outputs.append((index, known_as, room.offset, room.nbytes))
         return lease
 
-    def is_void(self, lease: Lease) -> bool:
+    def is_stale(self, lease: Lease) -> bool:
         """Whether it was made for a connection that is lost."""
         return lease.epoch != self._epoch
 
-    def begin(self, request_id: str, lease: Lease) -> bool:
+    def activate(self, request_id: str, lease: Lease) -> bool:
         """The request is being sent: what it names is nobody else's until it has ended. False if the lease is void."""
         if lease.epoch != self._epoch:
             return False
-        if lease.inputs or lease.rooms:
+        if lease.shared_inputs or lease.output_buffers:
             self.leases[request_id] = lease
         return True
 
-    def end(self, request_id: str, *, running: bool = False) -> None:
+    def release(self, request_id: str, *, running: bool = False) -> None:
         """The request has ended, or nobody writes for it any more; `running`: only the former."""
         if not running:
             self.leases.pop(request_id, None)
 
-    def outputs(
+    def read_outputs(
         self, request: RequestDescription, lease: Optional[Lease], response: InferResponse, frames: Sequence[Any]
     ) -> Dict[str, Any]:
         """Return the outputs of a request by name, whose `frames` are those that have one.
@@ -212,74 +212,74 @@ class Sharing:
             InvalidArgument: one is not what it says, or not what `out` was made for.
         """
         description = response.description
-        if description.largest >= LEAST_BYTES:
-            known = self.large.get(id(request))
-            if known is None or known[1] is not description:
-                self._remember(request, description)
+        if description.largest >= MIN_SHARED_BYTES:
+            remembered = self.large_outputs.get(id(request))
+            if remembered is None or remembered[1] is not description:
+                self._remember_outputs(request, description)
         outputs: Dict[str, Any] = {}
-        placed, rest = response.placed or (), iter(frames)
-        rooms, out = (_NONE, _NONE) if lease is None else (lease.rooms, lease.out)
+        shared_positions, remaining_frames = response.placed or (), iter(frames)
+        buffers, out = (_EMPTY, _EMPTY) if lease is None else (lease.output_buffers, lease.out)
         for index, spec in enumerate(description.outputs):
             name = spec.name
-            if index not in placed:
-                array = from_frame(spec, next(rest))
-            elif index not in rooms or rooms[index].nbytes < description.sizes[index]:
+            if index not in shared_positions:
+                array = from_frame(spec, next(remaining_frames))
+            elif index not in buffers or buffers[index].nbytes < description.sizes[index]:
                 raise InvalidArgument("an output is said to be where no room was offered")
             else:
-                array = from_memory(spec, rooms[index].array)
+                array = from_memory(spec, buffers[index].array)
                 if response.running:
                     array = array.copy()
                 array.flags.writeable = False
-            outputs[name] = _filled(name, out[name], array) if name in out else array
+            outputs[name] = _fill_output(name, out[name], array) if name in out else array
         return outputs
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _lend(self, lease: Lease, index: int, array: Any, nbytes: int) -> bool:
+    def _share_input(self, lease: Lease, index: int, array: Any, nbytes: int) -> bool:
         """Have an input in shared memory: where it is, or in a copy. Return False where there is none for it."""
         # What has memory of its own is not cut from an arena.
         found = None if array.base is None else self.arena.find(array)
         if found is not None:
             region, offset = found
-            name = self._names.get(region)
-            if name is None:
+            region_id = self._region_ids.get(region)
+            if region_id is None:
                 return False
         else:
             block = self.arena.take(nbytes)
-            name = None if block is None else self._names.get(block.region)
-            if block is None or name is None:
+            region_id = None if block is None else self._region_ids.get(block.region)
+            if block is None or region_id is None:
                 return False
             offset = block.offset
             block.region.write(offset, array)
             lease.copies.append(block)
-        lease.inputs.append((index, name, offset))
+        lease.shared_inputs.append((index, region_id, offset))
         return True
 
-    def _room(self, nbytes: int, given: Any) -> Optional[Union[Block, Given]]:
+    def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, Given]]:
         """Room for an output, where the caller wants it if that is possible: in an array that is `given`, or None."""
-        found = None if given is None or not given.flags.c_contiguous else self.arena.find(given)
-        room = self.arena.take(nbytes) if found is None else Given(given, *found)
-        if room is not None and room.nbytes:
-            room.region.populate(room.offset, room.nbytes)
-        return room
+        found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
+        buffer = self.arena.take(nbytes) if found is None else Given(user_array, *found)
+        if buffer is not None and buffer.nbytes:
+            buffer.region.populate(buffer.offset, buffer.nbytes)
+        return buffer
 
-    def _remember(self, request: RequestDescription, response: ResponseDescription) -> None:
+    def _remember_outputs(self, request: RequestDescription, response: ResponseDescription) -> None:
         large = [
             (index, spec.name, nbytes)
             for index, (spec, nbytes) in enumerate(zip(response.outputs, response.sizes))
-            if nbytes >= LEAST_BYTES
+            if nbytes >= MIN_SHARED_BYTES
         ]
         with self._lock:
-            if id(request) not in self.large and len(self.large) >= _MAX_LARGE:
-                del self.large[next(iter(self.large))]
-            self.large[id(request)] = request, response, large
+            if id(request) not in self.large_outputs and len(self.large_outputs) >= _MAX_REMEMBERED:
+                del self.large_outputs[next(iter(self.large_outputs))]
+            self.large_outputs[id(request)] = request, response, large
 
 
-def _filled(name: str, given: Any, array: Any) -> Any:
+def _fill_output(name: str, user_array: Any, array: Any) -> Any:
     """Return the array that the caller has given for an output, with its values."""
-    if given.dtype != array.dtype or given.shape != array.shape:
+    if user_array.dtype != array.dtype or user_array.shape != array.shape:
         expected = f"expected an array of {array.dtype} and shape {list(array.shape)}"
-        raise WrongOut(f"out: {name}: {expected}, got {given.dtype} and {list(given.shape)}")
-    if given.__array_interface__["data"][0] != array.__array_interface__["data"][0]:
-        np.copyto(given, array)
-    return given
+        raise WrongOut(f"out: {name}: {expected}, got {user_array.dtype} and {list(user_array.shape)}")
+    if user_array.__array_interface__["data"][0] != array.__array_interface__["data"][0]:
+        np.copyto(user_array, array)
+    return user_array

@@ -18,40 +18,40 @@ class Space:
 
     def __init__(self, nbytes: int) -> None:
         # Free stretches, in their order.
-        self._begins: List[int] = [0]
-        self._ends: List[int] = [nbytes]
+        self._free_starts: List[int] = [0]
+        self._free_ends: List[int] = [nbytes]
         # End by begin.
-        self._taken: Dict[int, int] = {}
+        self._allocated: Dict[int, int] = {}
 
     @property
-    def is_free(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether nothing is taken."""
-        return not self._taken
+        return not self._allocated
 
     def take(self, nbytes: int) -> Optional[int]:
         """Take so many bytes: return where they begin, aligned; None where they fit nowhere."""
         nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
-        for index, begin in enumerate(self._begins):
+        for index, begin in enumerate(self._free_starts):
             end = begin + nbytes
-            if end <= self._ends[index]:
-                if end == self._ends[index]:
-                    del self._begins[index], self._ends[index]
+            if end <= self._free_ends[index]:
+                if end == self._free_ends[index]:
+                    del self._free_starts[index], self._free_ends[index]
                 else:
-                    self._begins[index] = end
-                self._taken[begin] = end
+                    self._free_starts[index] = end
+                self._allocated[begin] = end
                 return begin
         return None
 
-    def give(self, begin: int) -> None:
+    def release(self, begin: int) -> None:
         """Give back what `take` returned."""
-        end = self._taken.pop(begin)
-        index = bisect_left(self._begins, begin)
-        if index and self._ends[index - 1] == begin:
+        end = self._allocated.pop(begin)
+        index = bisect_left(self._free_starts, begin)
+        if index and self._free_ends[index - 1] == begin:
             index -= 1
-            self._ends[index] = end
+            self._free_ends[index] = end
         else:
-            self._begins.insert(index, begin)
-            self._ends.insert(index, end)
-        if index + 1 < len(self._begins) and self._begins[index + 1] == end:
-            self._ends[index] = self._ends.pop(index + 1)
-            del self._begins[index + 1]
+            self._free_starts.insert(index, begin)
+            self._free_ends.insert(index, end)
+        if index + 1 < len(self._free_starts) and self._free_starts[index + 1] == end:
+            self._free_ends[index] = self._free_ends.pop(index + 1)
+            del self._free_starts[index + 1]

@@ -36,7 +36,7 @@ class Turn:
         """Whether `sleep` would return at once."""
         return not self._lock.locked()
 
-    def sleep(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait until somebody has called `wake`."""
         self._lock.acquire(timeout=max(0.0, seconds))
 
@@ -61,64 +61,64 @@ class Turns:
         stuck: how many wait for something else than an answer, and have to know when somebody leaves.
     """
 
-    def __init__(self, thread: Optional[Callable[[], int]] = None) -> None:
+    def __init__(self, current_thread: Optional[Callable[[], int]] = None) -> None:
         self.reader: Dict[None, int] = {}
-        self.stuck = 0
+        self.blocked_count = 0
         # Looked up now, and not when this module is imported: gevent and eventlet replace it.
-        self._thread = threading.get_ident if thread is None else thread
+        self._current_thread = threading.get_ident if current_thread is None else current_thread
         # Held by those who change what follows.
         self._lock = threading.Lock()
-        self._waiting: List[Turn] = []
+        self._waiters: List[Turn] = []
 
-    def take(self, *, again: bool = True) -> bool:
+    def try_read(self, *, reentrant: bool = True) -> bool:
         """Return whether it is the caller who reads, from now on; not `again`: and has not done so before."""
-        thread = self._thread()
-        return (again or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
+        thread = self._current_thread()
+        return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
 
     @property
-    def is_ours(self) -> bool:
+    def is_current_reader(self) -> bool:
         """Whether it is the caller who reads."""
-        return self.reader.get(None) == self._thread()
+        return self.reader.get(None) == self._current_thread()
 
-    def enter(self, call: Call) -> Optional[Turn]:
+    def join(self, call: Call) -> Optional[Turn]:
         """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
-        thread = self._thread()
+        thread = self._current_thread()
         if self.reader.setdefault(None, thread) == thread:
             return None
-        turn = Turn(call, thread)
+        waiter = Turn(call, thread)
         with self._lock:
             # In this order, as who leaves looks in the other one.
-            self._waiting.append(turn)
+            self._waiters.append(waiter)
             if self.reader.setdefault(None, thread) == thread:
-                self._waiting.remove(turn)
+                self._waiters.remove(waiter)
                 return None
-        call.when_done(turn.wake)
-        return turn
+        call.add_done_callback(waiter.wake)
+        return waiter
 
-    def give_up(self, turn: Turn) -> bool:
+    def withdraw(self, waiter: Turn) -> bool:
         """Wait no more; return whether it is the caller who reads now."""
         with self._lock:
-            if not turn.reads:
-                self._waiting.remove(turn)
-            return turn.reads
+            if not waiter.reads:
+                self._waiters.remove(waiter)
+            return waiter.reads
 
-    def leave(self) -> int:
+    def step_down(self) -> int:
         """Read no more: somebody who waits does from now on. Return how many are stuck: the caller tells them."""
-        if not self._waiting:
+        if not self._waiters:
             self.reader.clear()
         # Who has begun to wait meanwhile was refused the right, maybe.
-        if self._waiting:
-            self._hand_over()
-        return self.stuck
+        if self._waiters:
+            self._elect_next()
+        return self.blocked_count
 
-    def _hand_over(self) -> None:
-        thread = self._thread()
+    def _elect_next(self) -> None:
+        thread = self._current_thread()
         with self._lock:
             if self.reader.setdefault(None, thread) != thread:
                 return
-            for turn in self._waiting:
+            for turn in self._waiters:
                 if not turn.call.done:
-                    self._waiting.remove(turn)
+                    self._waiters.remove(turn)
                     self.reader[None] = turn.thread
                     turn.reads = True
                     turn.wake()

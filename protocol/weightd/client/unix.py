@@ -6,39 +6,39 @@ import contextlib
 import socket
 from typing import List
 
-from weightd.client.address import knock, new_socket
-from weightd.client.connection import Connection, Making
+from weightd.client.address import connect_unix, new_unix_socket
+from weightd.client.connection import Connection, ConnectSteps
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming, Message
-from weightd.shared.stream import Stream, keep_much
+from weightd.shared.stream import Stream, enlarge_send_buffer
 
 
 class UnixConnection(Connection):
     """A connected socket. Made by `connecting`."""
 
     transport = "unix"
-    is_plain = True
-    takes_descriptors = True
+    is_level_triggered = True
+    accepts_descriptors = True
 
     def __init__(self, connection: socket.socket, path: str) -> None:
         super().__init__(path)
-        keep_much(connection)
+        enlarge_send_buffer(connection)
         self._stream = Stream(connection, Incoming(max_header_bytes=limits.MAX_STATUS_BYTES))
         self.send = self._stream.send
         self.descriptors = (connection.fileno(),)
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """As `Connection.hold`."""
-        self._stream.hold()
+        self._stream.cork()
 
-    def let_go(self) -> None:
+    def uncork(self) -> None:
         """As `Connection.let_go`."""
         with contextlib.suppress(OSError):
-            self._stream.let_go()
+            self._stream.uncork()
         self.unsent = self._stream.unsent
 
-    def left(self) -> int:
+    def sent_after_flush(self) -> int:
         """As `Connection.left`."""
         self.unsent = self._stream.unsent
         return self.sent + self.unsent
@@ -55,7 +55,7 @@ class UnixConnection(Connection):
         try:
             return self._stream.receive()
         except OSError:
-            raise self.loss() from None
+            raise self.lost_error() from None
         except RemoteProtocolError as error:
             raise RemoteProtocolError(
                 f"what answers at {self.address} does not speak as weightd does: {error}"
@@ -65,9 +65,9 @@ class UnixConnection(Connection):
         """As `Connection.is_idle`, to whom that is asked: what has come together is to be answered together."""
         return not self._stream.has_more
 
-    def spoil(self) -> None:
+    def mark_broken(self) -> None:
         """As `Connection.spoil`. Who waits for it wakes up."""
-        super().spoil()
+        super().mark_broken()
         with contextlib.suppress(OSError):
             self._stream.connection.shutdown(socket.SHUT_RDWR)
 
@@ -75,19 +75,19 @@ class UnixConnection(Connection):
         """As `Connection.close`: also for the copies that forked processes have."""
         if not self.closed:
             self.closed = True
-            self.spoil()
+            self.mark_broken()
             self._stream.close()
 
 
-def connecting(path: str) -> Making[Connection]:
+def connect_steps(path: str) -> ConnectSteps[Connection]:
     """Connect to the unix socket at `path`.
 
     Raises:
         RequestError: as `address.knock`.
     """
-    connection = new_socket()
+    connection = new_unix_socket()
     try:
-        while not knock(connection, path):
+        while not connect_unix(connection, path):
             yield None
     except BaseException:
         connection.close()

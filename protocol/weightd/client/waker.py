@@ -18,7 +18,7 @@ class Waker:
         self._lock = threading.RLock()
         self._closed = True
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._alarm = (self._read, READ)
+        self._wake_event = (self._read, READ)
         self._closed = False
 
     def set(self) -> None:
@@ -29,24 +29,24 @@ class Waker:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write, b"\0")
 
-    def poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
+    def make_poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
         """Return what `sleep` takes: waits until one can be read from or, if so, the first one be written to."""
         poller = new_poller((*descriptors, self._read))
         if to_write:
             poller.modify(descriptors[0], READ | WRITE)
         return poller
 
-    def sleep(self, poller: Any, deadline: float) -> bool:
+    def wait(self, poller: Any, deadline: float) -> bool:
         """Wait; return whether that had an end by the deadline."""
-        wait = (deadline - monotonic()) * 1000
+        timeout_ms = (deadline - monotonic()) * 1000
         # It waits for milliseconds, and not less than it is told. A negative number would be for ever.
-        ready: Sequence[Any] = poller.poll(wait) if wait > 0 else ()
+        ready: Sequence[Any] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
         if not ready:
             # Python reports nothing if the time-out ended while the process was stopped, whatever is ready.
             ready = poller.poll(0)
         if not ready:
             return False
-        if self._alarm in ready:
+        if self._wake_event in ready:
             self._clear()
         return True
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from weightd.shared import signals
-from weightd.shared.imports import uncollected
+from weightd.shared.imports import gc_disabled
 from weightd.shared.interrupts import silent_while_importing
 
 
 def main() -> int:
     """Run the command; return its exit status."""
-    with silent_while_importing(), uncollected():
+    with silent_while_importing(), gc_disabled():
         signals.reset()
         from weightd.shared.init import serve_as_init  # noqa: PLC0415 - it imports ctypes
 

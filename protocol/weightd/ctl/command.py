@@ -24,8 +24,8 @@ from weightd.protocol import limits
 from weightd.protocol.errors import RequestError, WeightdError
 from weightd.protocol.version import VERSION
 from weightd.shared.commandline import Parser
-from weightd.shared.interrupts import never_lost
-from weightd.shared.journal import prefixed, to_journal
+from weightd.shared.interrupts import redelivering_interrupts
+from weightd.shared.journal import add_priority, is_connected_to_journal
 
 VERBS: Dict[str, Verb] = {
     "status": status.VERB,
@@ -60,7 +60,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            with never_lost():
+            with redelivering_interrupts():
                 return _run(parser().parse_args(arguments))
         finally:
             if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
@@ -104,7 +104,7 @@ def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
         print(json.dumps({"error": {"code": code, "text": str(error)}}))
     else:
         text = f"{code}: {clean_lines(str(error))}"
-        print(prefixed(text, _ERROR) if to_journal(os.environ, _STDERR) else text, file=sys.stderr)
+        print(add_priority(text, _ERROR) if is_connected_to_journal(os.environ, _STDERR) else text, file=sys.stderr)
 
 
 def _forget_stdout() -> None:

@@ -8,7 +8,7 @@ from weightd.shared import commandline
 
 OK = 0
 ERROR = 1  # the request ended in an error; status: a model has failed
-USAGE = commandline.USAGE
+USAGE = commandline.EXIT_USAGE
 NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
 UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
 CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written

@@ -15,7 +15,7 @@ from weightd.ctl import exits
 from weightd.ctl.text import clean
 from weightd.ctl.verb import BadOutput, Connect, Ended, Verb
 from weightd.protocol.errors import Unavailable
-from weightd.shared.keys import PUBLIC, SECRET, text_of
+from weightd.shared.keys import PUBLIC, SECRET, format_key_file
 
 _DESCRIPTION = """\
 Makes a pair of keys for each NAME, for TCP that is encrypted and tells who asks (CURVE): NAME.key
@@ -74,8 +74,8 @@ def _make(name: str) -> Dict[str, str]:
     """Write both files, or neither."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
-    own = text_of(SECRET, secret, "The secret key: nobody but its owner reads it.")
-    others = text_of(PUBLIC, public, "The public key: it is for who has to know it.")
+    own = format_key_file(SECRET, secret, "The secret key: nobody but its owner reads it.")
+    others = format_key_file(PUBLIC, public, "The public key: it is for who has to know it.")
     with _written(files["secret"], 0o600, own), _written(files["public"], 0o644, others):
         pass
     return {"name": name, **files, "public_key": public}

@@ -8,7 +8,7 @@ from typing import Mapping
 from weightd.ctl import exits
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
-from weightd.shared.manual.page import describe, table
+from weightd.shared.manual.page import write_sections, table
 from weightd.shared.manual.roff import Page
 
 # What the shell offers for a metavar.
@@ -40,7 +40,7 @@ def page(parser: argparse.ArgumentParser) -> str:
     """Return weightctl(1), made from what reads the command line."""
     page = Page("weightctl", 1, VERSION, "ask a running weightd, and change what it serves")
     # The epilog of the help is a short form of the statuses below.
-    describe(page, commands.read(parser)._replace(epilog=""))
+    write_sections(page, commands.read_parser(parser)._replace(epilog=""))
     page.heading("EXIT STATUS")
     table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
     for heading, rows in (("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
@@ -52,4 +52,4 @@ def page(parser: argparse.ArgumentParser) -> str:
 
 def bash(parser: argparse.ArgumentParser) -> str:
     """Return the completion of weightctl for bash."""
-    return completion.bash(commands.read(parser), _KINDS)
+    return completion.bash_script(commands.read_parser(parser), _KINDS)

@@ -13,7 +13,7 @@ _MOST_SHOWN = 3
 
 def shortly(tensors: Sequence[TensorSignature]) -> str:
     """Return some tensors in a cell."""
-    shown = [f"{clean(each.name)} {each.datatype} {each.form}" for each in tensors[:_MOST_SHOWN]]
+    shown = [f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in tensors[:_MOST_SHOWN]]
     more = [f"and {len(tensors) - _MOST_SHOWN} more"] if len(tensors) > _MOST_SHOWN else []
     return ", ".join([*shown, *more]) or "none"
 
@@ -21,7 +21,7 @@ def shortly(tensors: Sequence[TensorSignature]) -> str:
 def lines_of(tensors: Sequence[TensorSignature], indent: str) -> Iterator[str]:
     """Yield a line for each tensor."""
     if tensors:
-        yield from table([[clean(each.name), each.datatype, each.form] for each in tensors], 3, indent)
+        yield from table([[clean(each.name), each.datatype, each.shape_text] for each in tensors], 3, indent)
     else:
         yield f"{indent}none"
 

@@ -36,7 +36,7 @@ from weightd.protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, got, label, most_items, plain
+from weightd.protocol.schema import FieldError, describe_value, label, max_record_items, plain
 from weightd.protocol.schema import decode as decode_fields
 
 M = TypeVar("M")
@@ -46,19 +46,19 @@ _TAGS: Dict[Type[Any], str] = {
 }
 
 # What describes the tensors of those messages that have any.
-_DESCRIBED: Dict[Type[Any], Type[Any]] = {
+_DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
     cls: field.metadata["description"] for cls in _TAGS for field in fields_of(cls) if "description" in field.metadata
 }
 
 # Added to the items that the fields of a message allow: `v` and `type` of the envelope, and a few more, so that a list
 # that is a little too long is refused by its name.
-_MORE_ITEMS = 64
+_EXTRA_ITEMS = 64
 
 # Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of them about 8 MiB at
 # most, and as much with the envelopes that came with them. A longer one than `_LONGEST_KNOWN` is read anew each time.
-_MAX_KNOWN = 1024
-_MAX_KNOWN_BYTES = 2 * 1024 * 1024
-_LONGEST_KNOWN = 16 * 1024
+_MAX_CACHED = 1024
+_MAX_CACHED_BYTES = 2 * 1024 * 1024
+_MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024
 
 # numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
 _MAX_EXTENT = 2**63
@@ -84,23 +84,23 @@ class Decoder(Generic[M]):
         table: Mapping[str, Type[M]],
         *,
         max_bytes: int = limits.MAX_HEADER_BYTES,
-        most: int = _MAX_KNOWN,
-        items_for: Callable[[Any, Mapping[str, Any]], Optional[int]] = lambda sender, front: None,
+        max_cached: int = _MAX_CACHED,
+        max_items_for: Callable[[Any, Mapping[str, Any]], Optional[int]] = lambda sender, front: None,
     ) -> None:
         self._table = table
         self._max_bytes = max_bytes
-        self._most = most
-        self._items_for = items_for
-        [self._described] = [cls for cls in table.values() if cls in _DESCRIBED]
-        self._split = envelopes.SPLITS[self._described]
-        self._field, self._apart, _ = self._split
+        self._max_cached = max_cached
+        self._max_items_for = max_items_for
+        [self._described_type] = [cls for cls in table.values() if cls in _DESCRIPTION_TYPES]
+        self._splitter = envelopes.SPLITTERS[self._described_type]
+        self._id_field, self._split_envelope, _ = self._splitter
         # Descriptions by their bytes, and how many bytes these are in all.
         self._descriptions: Dict[bytes, Any] = {}
         self._description_bytes = 0
         # What messages say beside the number or the id, and the lengths of their tensors' frames: by the bytes of the
         # description and the rest of the envelope.
-        self._said: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
-        self._said_bytes = 0
+        self._envelopes: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
+        self._envelope_bytes = 0
 
     def decode(self, frames: Sequence[Any], sender: object = None) -> M:
         """Return the message of `frames`, as the function `decode` does. Those of the header are `bytes`.
@@ -113,54 +113,54 @@ class Decoder(Generic[M]):
             RemoteProtocolError: the frames are not such a message.
         """
         try:
-            first, rest = self._apart(frames[0])
-            said, sizes = self._said[frames[1], rest]
+            first, rest = self._split_envelope(frames[0])
+            said, sizes = self._envelopes[frames[1], rest]
         except LookupError:
-            return self._read(frames, sender)
+            return self._decode_slowly(frames, sender)
         if [*map(len, frames[2:])] != sizes:
-            return self._read(frames, sender)
-        message: M = object.__new__(self._described)
+            return self._decode_slowly(frames, sender)
+        message: M = object.__new__(self._described_type)
         fields = message.__dict__
         fields.update(said)
-        fields[self._field] = first
+        fields[self._id_field] = first
         return message
 
-    def _read(self, frames: Sequence[Any], sender: object) -> M:
+    def _decode_slowly(self, frames: Sequence[Any], sender: object) -> M:
         """The message, whatever its form."""
         frame = frames[1] if len(frames) > 1 else b""
-        known = self._descriptions.get(frame)
-        items = None
+        description = self._descriptions.get(frame)
+        max_items = None
         # Behind a message that has no description there may be anything.
-        if known is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
-            items = self._items_for(sender, preview.front(frame))
-        message = _read(frames, self._table, known, self._max_bytes, items)
-        if type(message) is self._described and len(frames[1]) <= _LONGEST_KNOWN:
-            if known is None:
-                self._keep_description(frames[1], cast(Any, message).description)
-            rest = envelopes.rest_of(self._split, frames[0])
-            if rest is not None and (frames[1], rest) not in self._said:
+        if description is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
+            max_items = self._max_items_for(sender, preview.leading_fields(frame))
+        message = _decode(frames, self._table, description, self._max_bytes, max_items)
+        if type(message) is self._described_type and len(frames[1]) <= _MAX_CACHED_DESCRIPTION_BYTES:
+            if description is None:
+                self._cache_description(frames[1], cast(Any, message).description)
+            rest = envelopes.shared_rest(self._splitter, frames[0])
+            if rest is not None and (frames[1], rest) not in self._envelopes:
                 fields = {**message.__dict__}
-                del fields[self._field]
-                self._keep_said((frames[1], rest), (fields, [*map(len, frames[2:])]))
+                del fields[self._id_field]
+                self._cache_envelope((frames[1], rest), (fields, [*map(len, frames[2:])]))
         return message
 
-    def _keep_description(self, frame: bytes, description: Any) -> None:
-        known = self._descriptions
-        known[frame] = description
+    def _cache_description(self, frame: bytes, description: Any) -> None:
+        cache = self._descriptions
+        cache[frame] = description
         self._description_bytes += len(frame)
-        while len(known) > self._most or self._description_bytes > _MAX_KNOWN_BYTES:
-            first = next(iter(known))
-            del known[first]
+        while len(cache) > self._max_cached or self._description_bytes > _MAX_CACHED_BYTES:
+            first = next(iter(cache))
+            del cache[first]
             self._description_bytes -= len(first)
 
-    def _keep_said(self, key: Tuple[bytes, bytes], said: Tuple[Dict[str, Any], List[int]]) -> None:
-        known = self._said
-        known[key] = said
-        self._said_bytes += sum(map(len, key))
-        while len(known) > self._most or self._said_bytes > _MAX_KNOWN_BYTES:
-            first = next(iter(known))
-            del known[first]
-            self._said_bytes -= sum(map(len, first))
+    def _cache_envelope(self, key: Tuple[bytes, bytes], fields_and_sizes: Tuple[Dict[str, Any], List[int]]) -> None:
+        cache = self._envelopes
+        cache[key] = fields_and_sizes
+        self._envelope_bytes += sum(map(len, key))
+        while len(cache) > self._max_cached or self._envelope_bytes > _MAX_CACHED_BYTES:
+            first = next(iter(cache))
+            del cache[first]
+            self._envelope_bytes -= sum(map(len, first))
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
@@ -175,17 +175,17 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
     if envelope is not None:
         description = message.description
         # That it came in, or that it was sent in before. An envelope of this form is shorter than any bound.
-        known: Optional[bytes] = getattr(description, "_frame", None)
-        if known is not None and len(known) <= max_bytes and type(description) is _DESCRIBED[cls]:
-            return [envelope, known]
+        known_frame: Optional[bytes] = getattr(description, "_frame", None)
+        if known_frame is not None and len(known_frame) <= max_bytes and type(description) is _DESCRIPTION_TYPES[cls]:
+            return [envelope, known_frame]
     tag = _TAGS.get(cls)
     if tag is None:
         raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
     try:
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})
-            envelopes.remember(envelope, message)
-        frames = [envelope, _description_frame(message)] if cls in _DESCRIBED else [envelope]
+            envelopes.remember_tail(envelope, message)
+        frames = [envelope, _description_frame(message)] if cls in _DESCRIPTION_TYPES else [envelope]
     except FieldError as error:
         raise LocalProtocolError(f"{tag}: {error}") from None
     for frame in frames:
@@ -197,8 +197,8 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
 def _description_frame(message: Any) -> bytes:
     """The bytes of the message's description: those that it came in, or that it was sent in before."""
     description = message.description
-    if type(description) is not _DESCRIBED[type(message)]:
-        raise FieldError(f"expected a {_DESCRIBED[type(message)].__name__}, got {got(description)}").at("description")
+    if type(description) is not _DESCRIPTION_TYPES[type(message)]:
+        raise FieldError(f"expected a {_DESCRIPTION_TYPES[type(message)].__name__}, got {describe_value(description)}").at("description")
     frame: Optional[bytes] = description.__dict__.get("_frame")
     if frame is None:
         try:
@@ -223,44 +223,44 @@ def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: in
     Raises:
         RemoteProtocolError: the frames are not such a message.
     """
-    return _read(frames, table, None, max_bytes, None)
+    return _decode(frames, table, None, max_bytes, None)
 
 
-def _read(
-    frames: Sequence[Any], table: Mapping[str, Type[M]], known: Any, max_bytes: int, description_items: Optional[int]
+def _decode(
+    frames: Sequence[Any], table: Mapping[str, Type[M]], known_description: Any, max_bytes: int, max_description_items: Optional[int]
 ) -> M:
     """The message, whatever its form; `known` is its description, if that is known."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
     # Of fields that are passed over there may be any number.
-    tolerant = table is TO_CLIENT
-    is_bounded = not tolerant and len(frames[0]) > preview.SHORT_BYTES
+    is_tolerant = table is TO_CLIENT
+    is_bounded = not is_tolerant and len(frames[0]) > preview.SHORT_BYTES
     try:
-        fields = _unpack(frames[0], max_bytes, _envelope_items(frames[0], table) if is_bounded else None)
+        fields = _unpack(frames[0], max_bytes, _max_envelope_items(frames[0], table) if is_bounded else None)
     except FieldError as error:
         raise RemoteProtocolError(f"envelope: {error}", heading(frames).id) from None
     # Whatever happens to the fields: an answer may need it.
     request_id = fields.get("id")
     try:
-        message = _message(fields, table, tolerant=tolerant)
-        described = _DESCRIBED.get(type(message))
+        message = _decode_message(fields, table, tolerant=is_tolerant)
+        described = _DESCRIPTION_TYPES.get(type(message))
         if described is not None:
             try:
-                description = known or _description(described, frames, max_bytes, description_items, tolerant=tolerant)
+                description = known_description or _decode_description(described, frames, max_bytes, max_description_items, tolerant=is_tolerant)
             except FieldError as error:
                 raise FieldError(f"{_TAGS[type(message)]}: {error}") from None
             message.__dict__["description"] = description
             elsewhere: Sequence[int] = cast(Any, message).elsewhere
             tensors, sizes = description.tensors, description.sizes
             if elsewhere:
-                tensors = _in_frames(tensors, elsewhere)
+                tensors = _framed_tensors(tensors, elsewhere)
                 sizes = [each.nbytes for each in tensors]
             if [*map(len, frames[2:])] != [*sizes]:
-                raise _wrong_frames(tensors, frames[2:])
+                raise _frames_error(tensors, frames[2:])
         elif len(frames) > 1:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:
-        raise RemoteProtocolError(str(error), _readable(request_id)) from None
+        raise RemoteProtocolError(str(error), _readable_id(request_id)) from None
     return message
 
 
@@ -273,32 +273,32 @@ class Heading(NamedTuple):
 
 def heading(frames: Sequence[Any]) -> Heading:
     """Return type and id of a message, at a cost that does not depend on its length."""
-    fields = preview.front(frames[0]) if frames else {}
-    return Heading(_readable(fields.get("type")), _readable(fields.get("id")))
+    fields = preview.leading_fields(frames[0]) if frames else {}
+    return Heading(_readable_id(fields.get("type")), _readable_id(fields.get("id")))
 
 
-def request_items(inputs: int, outputs: int) -> int:
+def max_request_items(inputs: int, outputs: int) -> int:
     """Return the largest number of items of the description of a request that names so many inputs and outputs."""
     surplus_inputs, surplus_outputs = limits.MAX_TENSORS - inputs, limits.MAX_TENSORS - outputs
-    surplus = surplus_inputs * most_items(TensorSpec) + surplus_outputs
-    return _MORE_ITEMS + most_items(RequestDescription) - surplus
+    surplus = surplus_inputs * max_record_items(TensorSpec) + surplus_outputs
+    return _EXTRA_ITEMS + max_record_items(RequestDescription) - surplus
 
 
-def _envelope_items(frame: Any, table: Mapping[str, Type[M]]) -> int:
-    tag = preview.front(frame).get("type")
+def _max_envelope_items(frame: Any, table: Mapping[str, Type[M]]) -> int:
+    tag = preview.leading_fields(frame).get("type")
     cls = table.get(tag) if type(tag) is str else None
     if cls is not None:
-        return _MORE_ITEMS + most_items(cls)
-    return _MORE_ITEMS + max(map(most_items, table.values()))
+        return _EXTRA_ITEMS + max_record_items(cls)
+    return _EXTRA_ITEMS + max(map(max_record_items, table.values()))
 
 
-def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, items: Optional[int], *, tolerant: bool) -> Any:
+def _decode_description(cls: Type[M], frames: Sequence[Any], max_bytes: int, max_items: Optional[int], *, tolerant: bool) -> Any:
     if len(frames) == 1:
         raise FieldError("missing").at("description")
-    if items is None and not tolerant:
-        items = _MORE_ITEMS + most_items(cls)
+    if max_items is None and not tolerant:
+        max_items = _EXTRA_ITEMS + max_record_items(cls)
     try:
-        description: Any = decode_fields(cls, _unpack(frames[1], max_bytes, items), tolerant=tolerant)
+        description: Any = decode_fields(cls, _unpack(frames[1], max_bytes, max_items), tolerant=tolerant)
     except FieldError as error:
         raise error.at(".description") from None
     for index, (tensor, nbytes) in enumerate(zip(description.tensors, description.sizes)):
@@ -308,10 +308,10 @@ def _description(cls: Type[M], frames: Sequence[Any], max_bytes: int, items: Opt
     return description
 
 
-def _unpack(frame: Any, max_bytes: int, items: Optional[int]) -> Dict[str, Any]:
+def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, Any]:
     if len(frame) > max_bytes:
         raise FieldError(f"expected at most {max_bytes} bytes, got {len(frame)}")
-    problem = "" if items is None else preview.problem(frame, items)
+    problem = "" if max_items is None else preview.find_problem(frame, max_items)
     if problem:
         raise FieldError(problem)
     try:
@@ -346,23 +346,23 @@ def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
     return fields
 
 
-def _message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tolerant: bool) -> M:
+def _decode_message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tolerant: bool) -> M:
     version = fields.pop("v", None)
     if type(version) is not int or version != limits.PROTOCOL_VERSION:
         raise FieldError(
-            f"this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {got(version)}"
+            f"this side speaks protocol version {limits.PROTOCOL_VERSION}, the peer sent {describe_value(version)}"
         ).at("v")
     tag = fields.pop("type", None)
     cls = table.get(tag) if type(tag) is str else None
     if cls is None:
-        raise FieldError(f"expected one of {', '.join(table)}, got {got(tag)}").at("type")
+        raise FieldError(f"expected one of {', '.join(table)}, got {describe_value(tag)}").at("type")
     try:
         return decode_fields(cls, fields, tolerant=tolerant)
     except FieldError as error:
         raise FieldError(f"{tag}: {error}") from None
 
 
-def _in_frames(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Sequence[TensorSpec]:
+def _framed_tensors(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Sequence[TensorSpec]:
     """Those that have a frame."""
     if max(elsewhere) >= len(tensors) or len({*elsewhere}) < len(elsewhere):
         listed = ", ".join(map(str, elsewhere))
@@ -370,7 +370,7 @@ def _in_frames(tensors: Sequence[TensorSpec], elsewhere: Sequence[int]) -> Seque
     return [each for index, each in enumerate(tensors) if index not in elsewhere]
 
 
-def _wrong_frames(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:
+def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:
     """What is wrong with frames that are not of the described sizes."""
     if len(frames) != len(tensors):
         return FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames)}").at("frames")
@@ -388,7 +388,7 @@ def _tensor_error(index: int, tensor: TensorSpec, problem: str) -> FieldError:
     return FieldError(what).at(f"frames[{limits.MAX_HEADER_FRAMES + index}] ({label(tensor.name)})")
 
 
-def _readable(request_id: object) -> str:
+def _readable_id(request_id: object) -> str:
     """The id that an error answer can carry, if the envelope has a legal one."""
     if type(request_id) is not str or len(request_id.encode()) > limits.MAX_ID_BYTES:
         return ""

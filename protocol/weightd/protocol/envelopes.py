@@ -21,7 +21,7 @@ from weightd.protocol.messages.data import Infer, InferResponse
 _MAX_REST_BYTES = 512
 
 # The least number that msgpack writes in eight bytes: the daemon's are larger.
-_LEAST_NUMBER = 2**32
+_MIN_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
 # The first byte of a text of n bytes is the first of these plus n, if there are less than 32; that of a list of n items
@@ -29,10 +29,10 @@ _NUMBER = struct.Struct(">Q")
 _SHORT_TEXT, _SHORT_BYTES = 0xA0, 32
 _SHORT_LIST, _SHORT_ITEMS = 0x90, 16
 
-_NOTHING = None, b""
+_NO_SPLIT = None, b""
 
 # Where what was written after the number or the id is kept, with the value that it says.
-_TAIL = "_tail"
+_TAIL_KEY = "_tail"
 
 
 class Split(NamedTuple):
@@ -45,115 +45,115 @@ class Split(NamedTuple):
     """
 
     field: str
-    apart: Callable[[bytes], Tuple[Any, bytes]]
-    head: bytes
+    split: Callable[[bytes], Tuple[Any, bytes]]
+    type_prefix: bytes
 
 
-def rest_of(split: Split, envelope: bytes) -> Optional[bytes]:
+def shared_rest(splitter: Split, envelope: bytes) -> Optional[bytes]:
     """Return the rest of an envelope by which another one may be found; None where it has none."""
-    _, rest = split.apart(envelope)
-    return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(split.head, 1) else None
+    _, rest = splitter.split(envelope)
+    return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(splitter.type_prefix, 1) else None
 
 
-def remember(envelope: bytes, message: Any) -> None:
+def remember_tail(envelope: bytes, message: Any) -> None:
     """The envelope was written of this message: others with the same parameters or regions end with the same bytes."""
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
     if cls is Predict and (message.step or message.member):
         return  # these are not those of the next one
-    split = SPLITS.get(cls)
-    rest = None if split is None or shared is None else rest_of(split, envelope)
-    if split is not None and rest is not None:
-        shared.__dict__[_TAIL] = rest[1 + len(split.head) :]
+    splitter = SPLITTERS.get(cls)
+    rest = None if splitter is None or shared is None else shared_rest(splitter, envelope)
+    if splitter is not None and rest is not None:
+        shared.__dict__[_TAIL_KEY] = rest[1 + len(splitter.type_prefix) :]
 
 
-def _head(tag: str, **first: object) -> bytes:
+def _pack_head(tag: str, **first: object) -> bytes:
     """An envelope that has this field alone."""
     packed: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **first})
     return packed
 
 
-def _numbered(cls: Type[Any], tag: str) -> Split:
+def _splitter_by_number(cls: Type[Any], tag: str) -> Split:
     field = fields(cls)[0].name
-    head = _head(tag, **{field: _LEAST_NUMBER})[1 : -_NUMBER.size]
+    head = _pack_head(tag, **{field: _MIN_NUMBER})[1 : -_NUMBER.size]
     begin = 1 + len(head)
     end = begin + _NUMBER.size
     unpack = struct.Struct(f">{begin}xQ").unpack_from
 
-    def apart(envelope: bytes) -> Tuple[Any, bytes]:
+    def split(envelope: bytes) -> Tuple[Any, bytes]:
         try:
             (number,) = unpack(envelope)
         except struct.error:
-            return _NOTHING
-        return _NOTHING if number > limits.MAX_COUNT else (number, envelope[:begin] + envelope[end:])
+            return _NO_SPLIT
+        return _NO_SPLIT if number > limits.MAX_COUNT else (number, envelope[:begin] + envelope[end:])
 
-    return Split(field, apart, head)
+    return Split(field, split, head)
 
 
-def _named(cls: Type[Any], tag: str) -> Split:
+def _splitter_by_text(cls: Type[Any], tag: str) -> Split:
     field = fields(cls)[0].name
-    head = _head(tag, **{field: ""})[1:-1]
+    head = _pack_head(tag, **{field: ""})[1:-1]
     begin = 1 + len(head)
     after = begin + 1
 
-    def apart(envelope: bytes) -> Tuple[Any, bytes]:
+    def split(envelope: bytes) -> Tuple[Any, bytes]:
         try:
             first = envelope[begin]
         except IndexError:
-            return _NOTHING
+            return _NO_SPLIT
         end = after + first % _SHORT_BYTES
         text = envelope[after:end]
         # It is not longer, nor cut, nor empty, nor anything else than a text.
         if not text or first != _SHORT_TEXT + len(text) or not text.isascii():
-            return _NOTHING
+            return _NO_SPLIT
         return text.decode(), envelope[:begin] + envelope[end:]
 
-    return Split(field, apart, head)
+    return Split(field, split, head)
 
 
-SPLITS: Dict[Type[Any], Split] = {
-    Infer: _named(Infer, "infer"),
-    InferResponse: _named(InferResponse, "infer_response"),
-    Predict: _numbered(Predict, "predict"),
-    Result: _numbered(Result, "result"),
+SPLITTERS: Dict[Type[Any], Split] = {
+    Infer: _splitter_by_text(Infer, "infer"),
+    InferResponse: _splitter_by_text(InferResponse, "infer_response"),
+    Predict: _splitter_by_number(Predict, "predict"),
+    Result: _splitter_by_number(Result, "result"),
 }
 
 
-def _heads(cls: Type[Any]) -> Tuple[bytes, bytes]:
+def _type_prefixes(cls: Type[Any]) -> Tuple[bytes, bytes]:
     """The beginnings of an envelope that ends with the number or the id, and of one that has a field more."""
-    head = SPLITS[cls].head
+    head = SPLITTERS[cls].type_prefix
     return bytes([0x83]) + head, bytes([0x84]) + head
 
 
-_PREDICT, _PREDICT_WITH = _heads(Predict)
-_RESULT, _RESULT_WITH = _heads(Result)
-_RESPONSE, _RESPONSE_WITH = _heads(InferResponse)
-_, _INFER = _heads(Infer)
-_PLACED: List[bytes] = [msgpack.packb("placed") + bytes([_SHORT_LIST + size]) for size in range(_SHORT_ITEMS)]
-_MOST_POSITION = limits.MAX_TENSORS - 1
-_TEXTS = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
+_PREDICT_PREFIX, _PREDICT_PREFIX_WITH_FIELD = _type_prefixes(Predict)
+_RESULT_PREFIX, _RESULT_PREFIX_WITH_FIELD = _type_prefixes(Result)
+_RESPONSE_PREFIX, _RESPONSE_PREFIX_WITH_FIELD = _type_prefixes(InferResponse)
+_, _INFER_PREFIX_WITH_FIELD = _type_prefixes(Infer)
+_PLACED_PREFIXES: List[bytes] = [msgpack.packb("placed") + bytes([_SHORT_LIST + size]) for size in range(_SHORT_ITEMS)]
+_MAX_POSITION = limits.MAX_TENSORS - 1
+_TEXT_PREFIXES = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
 
 def _write_predict(message: Predict) -> Optional[bytes]:
     number, regions, step, member = message.request, message.regions, message.step, message.member
-    if type(number) is not int or not _LEAST_NUMBER <= number <= limits.MAX_COUNT:
+    if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
     if step or member or type(step) is not int or type(member) is not int:
         return None
     if regions is None:
-        return _PREDICT + _NUMBER.pack(number)
-    tail = regions.__dict__.get(_TAIL)
-    return None if tail is None else _PREDICT_WITH + _NUMBER.pack(number) + tail
+        return _PREDICT_PREFIX + _NUMBER.pack(number)
+    tail = regions.__dict__.get(_TAIL_KEY)
+    return None if tail is None else _PREDICT_PREFIX_WITH_FIELD + _NUMBER.pack(number) + tail
 
 
 def _write_result(message: Result) -> Optional[bytes]:
     number, placed = message.request, message.placed
-    if type(number) is not int or not _LEAST_NUMBER <= number <= limits.MAX_COUNT:
+    if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
     if placed is None:
-        return _RESULT + _NUMBER.pack(number)
-    tail = _positions(placed)
-    return None if tail is None else _RESULT_WITH + _NUMBER.pack(number) + tail
+        return _RESULT_PREFIX + _NUMBER.pack(number)
+    tail = _pack_positions(placed)
+    return None if tail is None else _RESULT_PREFIX_WITH_FIELD + _NUMBER.pack(number) + tail
 
 
 def _write_response(message: InferResponse) -> Optional[bytes]:
@@ -161,27 +161,27 @@ def _write_response(message: InferResponse) -> Optional[bytes]:
     if type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES or message.running is not None:
         return None
     if placed is None:
-        return _RESPONSE + _TEXTS[len(text)] + text.encode()
-    tail = _positions(placed)
-    return None if tail is None else _RESPONSE_WITH + _TEXTS[len(text)] + text.encode() + tail
+        return _RESPONSE_PREFIX + _TEXT_PREFIXES[len(text)] + text.encode()
+    tail = _pack_positions(placed)
+    return None if tail is None else _RESPONSE_PREFIX_WITH_FIELD + _TEXT_PREFIXES[len(text)] + text.encode() + tail
 
 
 def _write_infer(message: Infer) -> Optional[bytes]:
     text = message.id
-    tail: Optional[bytes] = getattr(message.parameters, _TAIL, None)
+    tail: Optional[bytes] = getattr(message.parameters, _TAIL_KEY, None)
     if tail is None or type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES:
         return None
-    return _INFER + _TEXTS[len(text)] + text.encode() + tail
+    return _INFER_PREFIX_WITH_FIELD + _TEXT_PREFIXES[len(text)] + text.encode() + tail
 
 
-def _positions(positions: Tuple[int, ...]) -> Optional[bytes]:
+def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
     """A few positions as msgpack has the field, None if they are not that simple."""
     if positions.__class__ is not tuple or len(positions) >= _SHORT_ITEMS:
         return None
     for each in positions:
-        if each.__class__ is not int or not 0 <= each <= _MOST_POSITION:
+        if each.__class__ is not int or not 0 <= each <= _MAX_POSITION:
             return None
-    return _PLACED[len(positions)] + bytes(positions)
+    return _PLACED_PREFIXES[len(positions)] + bytes(positions)
 
 
 # What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.

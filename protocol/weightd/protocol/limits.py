@@ -65,7 +65,7 @@ MAX_MODELS = 128
 MAX_DEVICES = 64
 
 # Models of one process that has several: what all of them take and give fits in a header of a child.
-MAX_MEMBERS = 16
+MAX_GROUP_MODELS = 16
 
 # Tenants of one daemon: some hundred departments, not the users of a site.
 MAX_TENANTS = 256
@@ -77,7 +77,7 @@ MAX_KEYS = 1024
 MAX_ACCOUNTS = 1024
 
 # Bounds of a tenant and codes of errors: twice as many as there are.
-MAX_REASONS = 64
+MAX_REFUSAL_REASONS = 64
 
 # Places where clients connect that speak ZeroMQ: each is a process.
 MAX_LISTENERS = 64
@@ -99,7 +99,7 @@ MAX_PIDS = 1024
 
 # Requests, or parts of them, in one predict of the model: each has a row at least, of which the configuration allows so
 # many.
-MAX_PARTS = 4096
+MAX_BATCH_ITEMS = 4096
 
 # Rows of one predict, where requests are put together or divided: as many as a request that is divided may have.
 MAX_ROWS = 2**17
@@ -130,10 +130,10 @@ MAX_ARGUMENTS = 64
 MAX_ARGUMENT_BYTES = 8192
 
 # Inputs of the canary: it is run at each attach, so they are few.
-MAX_CANARY_CASES = 4
+MAX_SELFTEST_CASES = 4
 
 # Inputs that a model was found not to run on, before the search for a canary ends: each may have cost a build.
-MAX_CANARY_UNFIT = 16
+MAX_SELFTEST_UNFIT_CASES = 16
 
 # Counters, and sizes in bytes: an int64 in every language.
 MAX_COUNT = 2**63 - 1
@@ -149,7 +149,7 @@ CONTAINER_ITEMS = 8
 
 # What the unpacker allocates for a list or a map before its items are looked at: more than the longest of any message
 # has, so that one which is a little too long is refused by its name.
-MAX_LIST_ITEMS = MAX_PARTS + 64
+MAX_LIST_ITEMS = MAX_BATCH_ITEMS + 64
 MAX_MAP_ITEMS = 2 * MAX_TENSORS
 
 # Events of one answer: as many short ones as fit into a header.

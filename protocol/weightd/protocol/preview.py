@@ -20,8 +20,8 @@ from weightd.protocol import limits
 SHORT_BYTES = 512
 
 # `front` looks at so many bytes, and at so many fields: the type, the id and the name of a model fit several times.
-_FRONT_BYTES = 512
-_FRONT_FIELDS = 4
+_MAX_FRONT_BYTES = 512
+_MAX_FRONT_FIELDS = 4
 
 _COUNTS: Mapping[int, Callable[..., Tuple[Any, ...]]] = {
     size: struct.Struct(f">{code}").unpack_from for size, code in ((1, "B"), (2, "H"), (4, "I"))
@@ -54,7 +54,7 @@ _CONTAINERS: Mapping[int, Tuple[int, int]] = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: 
 _EXTENSIONS = frozenset([*range(0xC7, 0xCA), *range(0xD4, 0xD9)])
 
 
-def problem(frame: Any, most: int) -> str:
+def find_problem(frame: Any, max_items: int) -> str:
     """Return why a header frame is not to be unpacked; "" if it may be.
 
     Args:
@@ -65,11 +65,11 @@ def problem(frame: Any, most: int) -> str:
     if len(frame) <= SHORT_BYTES:
         return ""
     # Values that were announced and not reached yet.
-    left = items = 1
+    remaining = items = 1
     position: int = 0
     try:
-        while left:
-            left -= 1
+        while remaining:
+            remaining -= 1
             first: int = frame[position]
             length: int = _LENGTHS[first]
             if length:
@@ -90,26 +90,26 @@ def problem(frame: Any, most: int) -> str:
                 (count,) = _COUNTS[size](frame, position + 1)
                 inside = each * count
                 position += 1 + size
-            left += inside
+            remaining += inside
             items += limits.CONTAINER_ITEMS - 1 + inside
-            if items > most:
-                return f"expected at most {most} items, got at least {items}"
+            if items > max_items:
+                return f"expected at most {max_items} items, got at least {items}"
     except (LookupError, struct.error):
         return ""
     return ""
 
 
-def front(frame: Any) -> Dict[str, Any]:
+def leading_fields(frame: Any) -> Dict[str, Any]:
     """Return the fields that a map begins with, up to the first one whose value is a list or a map.
 
     No more than a few fields, and no more than a few hundred bytes, are looked at. What is not a map has no fields.
     """
     # Not kept between calls: after an error it cannot be used again.
-    unpacker = msgpack.Unpacker(max_buffer_size=_FRONT_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
+    unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRONT_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
     fields: Dict[str, Any] = {}
-    unpacker.feed(bytes(frame[:_FRONT_BYTES]))
+    unpacker.feed(bytes(frame[:_MAX_FRONT_BYTES]))
     try:
-        for _ in range(min(unpacker.read_map_header(), _FRONT_FIELDS)):
+        for _ in range(min(unpacker.read_map_header(), _MAX_FRONT_FIELDS)):
             key, value = unpacker.unpack(), unpacker.unpack()
             if type(key) is str:
                 fields.setdefault(key, value)

@@ -24,8 +24,8 @@ T = TypeVar("T")
 _MAP: Type[Any] = dict
 
 # How much of a foreign value an error shows.
-_SHOWN = 40
-_SHOWN_BITS = 128
+_MAX_SHOWN_CHARACTERS = 40
+_MAX_SHOWN_BITS = 128
 
 
 class FieldError(ValueError):
@@ -66,16 +66,16 @@ class Kind(NamedTuple):
 Metadata = Mapping[str, Kind]
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a picture of a foreign value, short however long or deep the value is."""
     # repr() of a list that nests deeper than Python's stack raises RecursionError.
     if isinstance(value, (list, tuple, dict)):
         return f"of {len(value)} items"  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
         # Python refuses to write a number of thousands of digits.
         return f"of {value.bit_length()} bits"
-    text = repr(value[:_SHOWN]) if isinstance(value, (str, bytes)) else _repr(value)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    text = repr(value[:_MAX_SHOWN_CHARACTERS]) if isinstance(value, (str, bytes)) else _repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
 
 
 def _repr(value: object) -> str:
@@ -85,26 +85,26 @@ def _repr(value: object) -> str:
         return object.__repr__(value)
 
 
-def got(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return type and picture of a foreign value."""
-    return f"{type(value).__name__} {shown(value)}"
+    return f"{type(value).__name__} {short_repr(value)}"
 
 
 def label(name: object) -> str:
     """Return a foreign name as it may stand in a path or a log: as it is where that is harmless, else quoted."""
-    return name if isinstance(name, str) and 0 < len(name) <= _SHOWN and name.isprintable() else shown(name)
+    return name if isinstance(name, str) and 0 < len(name) <= _MAX_SHOWN_CHARACTERS and name.isprintable() else short_repr(name)
 
 
-def _wrong(expected: str, value: object) -> FieldError:
-    return FieldError(f"expected {expected}, got {got(value)}")
+def _type_error(expected: str, value: object) -> FieldError:
+    return FieldError(f"expected {expected}, got {describe_value(value)}")
 
 
-def _metadata(check: Callable[[Any], Any], description: str) -> Metadata:
+def _plain_metadata(check: Callable[[Any], Any], description: str) -> Metadata:
     """A value that msgpack packs as it is: the check alone decides."""
-    return _composed(check, check, check, description)
+    return _new_metadata(check, check, check, description)
 
 
-def _composed(
+def _new_metadata(
     check: Callable[[Any], Any],
     tolerant: Callable[[Any], Any],
     plain: Callable[[Any], Any],
@@ -116,25 +116,25 @@ def _composed(
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
     """A string of at most `max_bytes` bytes of UTF-8, not empty unless `empty`."""
-    least = 0 if empty else 1
-    description = f"text, {least} to {max_bytes} bytes"
+    min_bytes = 0 if empty else 1
+    description = f"text, {min_bytes} to {max_bytes} bytes"
 
     def check(value: Any) -> str:
         if type(value) is not str:
-            raise _wrong(description, value)
+            raise _type_error(description, value)
         size = len(value) if value.isascii() else _utf8_bytes(value)
-        if not least <= size <= max_bytes:
+        if not min_bytes <= size <= max_bytes:
             raise FieldError(f"expected {description}, got {size}")
         return value
 
-    return _metadata(check, description)
+    return _plain_metadata(check, description)
 
 
 def _utf8_bytes(value: str) -> int:
     try:
         return len(value.encode())
     except UnicodeEncodeError:
-        raise FieldError(f"expected text that UTF-8 can encode, got {shown(value)}") from None
+        raise FieldError(f"expected text that UTF-8 can encode, got {short_repr(value)}") from None
 
 
 def one_of(names: Iterable[str]) -> Metadata:
@@ -144,10 +144,10 @@ def one_of(names: Iterable[str]) -> Metadata:
 
     def check(value: Any) -> str:
         if type(value) is not str or value not in allowed:
-            raise _wrong(description, value)
+            raise _type_error(description, value)
         return value
 
-    return _metadata(check, description)
+    return _plain_metadata(check, description)
 
 
 def integer(low: int, high: int) -> Metadata:
@@ -156,10 +156,10 @@ def integer(low: int, high: int) -> Metadata:
 
     def check(value: Any) -> int:
         if type(value) is not int or not low <= value <= high:
-            raise _wrong(description, value)
+            raise _type_error(description, value)
         return value
 
-    return _metadata(check, description)
+    return _plain_metadata(check, description)
 
 
 def boolean() -> Metadata:
@@ -167,33 +167,33 @@ def boolean() -> Metadata:
 
     def check(value: Any) -> bool:
         if type(value) is not bool:
-            raise _wrong("boolean", value)
+            raise _type_error("boolean", value)
         return value
 
-    return _metadata(check, "boolean")
+    return _plain_metadata(check, "boolean")
 
 
 def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metadata:
     """A finite number of at least 0, or more than 0 if `positive`, up to `high`; an integer will do."""
-    least = "more than 0" if positive else "at least 0"
-    description = f"number of {least}" + (f" and at most {high:.15g}" if high < sys.float_info.max else "")
+    lower_bound = "more than 0" if positive else "at least 0"
+    description = f"number of {lower_bound}" + (f" and at most {high:.15g}" if high < sys.float_info.max else "")
 
     def check(value: Any) -> float:
         # An integer beyond the largest float would not become one; NaN fails every comparison.
         if type(value) not in (float, int) or not 0 <= value <= high or (positive and not value):
-            raise _wrong(description, value)
+            raise _type_error(description, value)
         return float(value)
 
-    return _metadata(check, description)
+    return _plain_metadata(check, description)
 
 
-def many(item: Metadata, max_items: int) -> Metadata:
+def list_of(item: Metadata, max_items: int) -> Metadata:
     """A list of at most `max_items` of the given kind; a tuple once decoded."""
     kind = item["kind"]
 
     def convert(value: Any, expected: Type[Any], each_to: Callable[[Any], Any]) -> List[Any]:
         if type(value) is not expected:
-            raise _wrong(expected.__name__, value)
+            raise _type_error(expected.__name__, value)
         if len(value) > max_items:
             raise FieldError(f"expected at most {max_items} items, got {len(value)}")
         converted: List[Any] = []
@@ -204,7 +204,7 @@ def many(item: Metadata, max_items: int) -> Metadata:
             raise error.at(f"[{len(converted)}]") from None
         return converted
 
-    return _composed(
+    return _new_metadata(
         lambda value: tuple(convert(value, list, kind.check)),
         lambda value: tuple(convert(value, list, kind.tolerant)),
         lambda value: convert(value, tuple, kind.plain),
@@ -216,7 +216,7 @@ def many(item: Metadata, max_items: int) -> Metadata:
 def nullable(item: Metadata) -> Metadata:
     """The given kind, or nil, where that says something of its own; None once decoded."""
     kind = item["kind"]
-    return _composed(
+    return _new_metadata(
         lambda value: None if value is None else kind.check(value),
         lambda value: None if value is None else kind.tolerant(value),
         lambda value: None if value is None else kind.plain(value),
@@ -232,7 +232,7 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
 
     def convert(value: Any, each_to: Callable[[Any], Any]) -> Dict[str, Any]:
         if type(value) is not _MAP:
-            raise _wrong("map", value)
+            raise _type_error("map", value)
         if len(value) > max_items:
             raise FieldError(f"expected at most {max_items} items, got {len(value)}")
         converted: Dict[str, Any] = {}
@@ -244,7 +244,7 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
             raise error.at(f".{label(name)}") from None
         return converted
 
-    return _composed(
+    return _new_metadata(
         lambda value: convert(value, kind.check),
         lambda value: convert(value, kind.tolerant),
         lambda value: convert(value, kind.plain),
@@ -253,7 +253,7 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
     )
 
 
-def described(cls: Type[Any]) -> Mapping[str, Any]:
+def in_own_frame(cls: Type[Any]) -> Mapping[str, Any]:
     """Not a field of the message's own map: a record `cls` that has a frame of its own."""
     return {"description": cls}
 
@@ -272,7 +272,7 @@ def record(cls: Type[Any]) -> Metadata:
     }
 
 
-def left_out(kind: Metadata) -> Mapping[str, Any]:
+def omit_default(kind: Metadata) -> Mapping[str, Any]:
     """The given kind; on the wire the field is left out where it has its default."""
     return {**kind, "left_out": True}
 
@@ -291,7 +291,7 @@ def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if type(value) is not _MAP:
-            raise _wrong("map", value)
+            raise _type_error("map", value)
         checked: Dict[str, Any] = {}
         name: Any = None
         try:
@@ -305,7 +305,7 @@ def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
         except FieldError as error:
             raise error.at(f".{label(name)}") from None
         if len(checked) < len(checks):
-            _complete(checked, defaults)
+            _fill_defaults(checked, defaults)
         # What __init__ of a frozen dataclass does, in a third of the time.
         instance: Any = object.__new__(cls)
         instance.__dict__.update(checked)
@@ -314,7 +314,7 @@ def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
     return check
 
 
-def _complete(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]]) -> None:
+def _fill_defaults(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]]) -> None:
     for name, default in defaults:
         if name not in checked:
             if default is dataclasses.MISSING:
@@ -336,8 +336,8 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
 
     def plain(value: Any) -> Dict[str, Any]:
         if type(value) is not cls:
-            raise _wrong(cls.__name__, value)
-        plained: Dict[str, Any] = {}
+            raise _type_error(cls.__name__, value)
+        plain_fields: Dict[str, Any] = {}
         name = ""
         try:
             for name, plain_each, optional, without in fields:
@@ -345,10 +345,10 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
                 if each is not None or not optional:
                     made = plain_each(each)
                     if made != without:
-                        plained[name] = made
+                        plain_fields[name] = made
         except FieldError as error:
             raise error.at(f".{name}") from None
-        return plained
+        return plain_fields
 
     return plain
 
@@ -359,13 +359,13 @@ def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
     Raises:
         FieldError: the map is not a `cls`; the text names the field.
     """
-    kind = _KINDS.get(cls) or _kind(cls)
+    kind = _KINDS.get(cls) or _cache_kind(cls)
     return (kind.tolerant if tolerant else kind.check)(value)  # type: ignore[no-any-return]
 
 
-def most_items(cls: Type[Any]) -> int:
+def max_record_items(cls: Type[Any]) -> int:
     """Return the largest number of items that a legal map of a `cls` has, see `Kind`."""
-    return (_KINDS.get(cls) or _kind(cls)).items
+    return (_KINDS.get(cls) or _cache_kind(cls)).items
 
 
 def plain(message: object) -> Dict[str, Any]:
@@ -375,18 +375,18 @@ def plain(message: object) -> Dict[str, Any]:
         FieldError: a value is not what its field allows; the text names the field.
     """
     cls = type(message)
-    return (_KINDS.get(cls) or _kind(cls)).plain(message)  # type: ignore[no-any-return]
+    return (_KINDS.get(cls) or _cache_kind(cls)).plain(message)  # type: ignore[no-any-return]
 
 
 _KINDS: Dict[Type[Any], Kind] = {}
 
 
-def _kind(cls: Type[Any]) -> Kind:
+def _cache_kind(cls: Type[Any]) -> Kind:
     kind = _KINDS[cls] = record(cls)["kind"]
     return kind
 
 
-def describe(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
+def describe_fields(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
     """Return name, kind and "required" or the default of each field, for the documentation and its test."""
     return [
         (

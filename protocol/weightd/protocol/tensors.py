@@ -29,7 +29,7 @@ NUMPY_DTYPE: Dict[str, str] = {
 # Made once: numpy takes longer to read a dtype's name than to look at an array.
 _DTYPES: Dict[str, Any] = {name: np.dtype(dtype) for name, dtype in NUMPY_DTYPE.items()}
 _WIRE_DTYPES = frozenset(_DTYPES.values())
-_DATATYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
+_DATATYPES_BY_DTYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 
 
 def to_wire(array: Any) -> Any:
@@ -56,7 +56,7 @@ def to_wire(array: Any) -> Any:
         # The conversion is the object's own code: PyTorch, for example, raises RuntimeError.
         raise InvalidArgument(f"expected an array: {str(error) or type(error).__name__}") from error
     dtype = array.dtype.newbyteorder("<")
-    if dtype.str not in _DATATYPE:
+    if dtype.str not in _DATATYPES_BY_DTYPE:
         names = ", ".join(NUMPY_DTYPE)
         raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
     _check_size(array)
@@ -75,12 +75,12 @@ def describe_request(
     model: str, arrays: Mapping[str, Any], outputs: Optional[Sequence[str]] = None
 ) -> RequestDescription:
     """Return what is asked of a model with `arrays`, which `to_wire` returned: the same object for the same shapes."""
-    return _request(model, _shapes(arrays), None if outputs is None else tuple(outputs))
+    return _request_description(model, _shapes(arrays), None if outputs is None else tuple(outputs))
 
 
 def describe_response(model: str, arrays: Mapping[str, Any]) -> ResponseDescription:
     """Return what a model has answered with `arrays`, which `to_wire` returned: the same object for the same shapes."""
-    return _response(model, _shapes(arrays))
+    return _response_description(model, _shapes(arrays))
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
@@ -97,17 +97,17 @@ def _shapes(arrays: Mapping[str, Any]) -> _Shapes:
 
 
 @functools.lru_cache(maxsize=256)
-def _request(model: str, shapes: _Shapes, outputs: Optional[Tuple[str, ...]]) -> RequestDescription:
+def _request_description(model: str, shapes: _Shapes, outputs: Optional[Tuple[str, ...]]) -> RequestDescription:
     return RequestDescription(model, _specs(shapes), outputs)
 
 
 @functools.lru_cache(maxsize=256)
-def _response(model: str, shapes: _Shapes) -> ResponseDescription:
+def _response_description(model: str, shapes: _Shapes) -> ResponseDescription:
     return ResponseDescription(model, _specs(shapes))
 
 
 def _specs(shapes: _Shapes) -> Tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(name, _DATATYPE[dtype.str], tuple(shape)) for name, dtype, shape in shapes)
+    return tuple(TensorSpec(name, _DATATYPES_BY_DTYPE[dtype.str], tuple(shape)) for name, dtype, shape in shapes)
 
 
 def frame_of(array: Any) -> memoryview:

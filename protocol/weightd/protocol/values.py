@@ -17,20 +17,20 @@ else:
 
     def dataclass(*, frozen: bool) -> Callable[[type], type]:
         """Return what makes a class of values, as the standard library's of fields without factories: always frozen."""
-        return _made
+        return _freeze
 
 
-def _made(cls: type) -> type:
-    made: Any = cls
-    dataclasses.dataclass(init=False, repr=False, eq=False)(made)
-    made.__dataclass_params__.frozen = True
-    made.__init__ = _constructor(made)
+def _freeze(cls: type) -> type:
+    frozen_type: Any = cls
+    dataclasses.dataclass(init=False, repr=False, eq=False)(frozen_type)
+    frozen_type.__dataclass_params__.frozen = True
+    frozen_type.__init__ = _build_constructor(frozen_type)
     for method in (_repr, _eq, _hash, _setattr, _delattr):
-        setattr(made, f"_{method.__name__}__", method)
+        setattr(frozen_type, f"_{method.__name__}__", method)
     return cls
 
 
-def _constructor(cls: Any) -> Callable[..., None]:
+def _build_constructor(cls: Any) -> Callable[..., None]:
     names: Dict[str, Any] = {"_set": object.__setattr__}
     parameters: List[str] = []
     body: List[str] = []

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import NoReturn
 
-USAGE = 64
+EXIT_USAGE = 64
 """EX_USAGE of sysexits.h: the command line is wrong. argparse's own 2 means something else in these programs."""
 
 
@@ -16,4 +16,4 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and end."""
         self.print_usage(sys.stderr)
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")

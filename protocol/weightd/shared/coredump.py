@@ -9,7 +9,7 @@ from pathlib import Path
 _FILTER = Path("/proc/self/coredump_filter")
 
 
-def leave_out_memory(file: Path = _FILTER) -> None:
+def disable_core_dumps(file: Path = _FILTER) -> None:
     """Have this process, and each that it starts, leave no core file, and no memory in any other core dump.
 
     A limit of 0 prevents a core file. The kernel ignores the limit where core(5) has the dump piped to a program or

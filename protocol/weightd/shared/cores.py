@@ -8,7 +8,7 @@ from typing import Collection, FrozenSet, List, Set
 _LIST = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 
 
-def parse(text: str) -> FrozenSet[int]:
+def parse_cpulist(text: str) -> FrozenSet[int]:
     """Return the cores of a list.
 
     Raises:
@@ -25,7 +25,7 @@ def parse(text: str) -> FrozenSet[int]:
     return frozenset(cores)
 
 
-def listed(cores: Collection[int]) -> str:
+def format_cpulist(cores: Collection[int]) -> str:
     """Return the list that `parse` reads, in its shortest form."""
     ranges: List[List[int]] = []
     for core in sorted(cores):

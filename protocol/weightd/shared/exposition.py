@@ -32,23 +32,23 @@ class Family(NamedTuple):
 
     name: str
     kind: str
-    text: str
+    help: str
     samples: Callable[[MetricsResponse], Iterable[Sample]]
 
 
 def exposition(response: MetricsResponse) -> str:
     """Return all metrics as text."""
-    return "".join(pieces(response))
+    return "".join(iterate_text(response))
 
 
-def pieces(response: MetricsResponse) -> Iterator[str]:
+def iterate_text(response: MetricsResponse) -> Iterator[str]:
     """Yield the same in small pieces, for who has something else to do in between."""
     for family in FAMILIES:
         begun = False
         for sample in family.samples(response):
             if not begun:
                 begun = True
-                yield f"# HELP {family.name} {family.text}\n# TYPE {family.name} {family.kind}\n"
+                yield f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n"
             yield f"{family.name}{sample.suffix}{_labels(sample.labels)} {_number(sample.value)}\n"
 
 
@@ -68,24 +68,24 @@ def _number(value: Number) -> str:
 # --- of the daemon, of models, and of tenants -----------------------------------------------------------------------
 
 
-def _daemon(value: Callable[[MetricsResponse], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+def _daemon_samples(value: Callable[[MetricsResponse], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a family without labels; none of what is not told."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
-        found = value(response) if _tells_all(response) else None
+        found = value(response) if _is_complete(response) else None
         if found is not None:
             yield Sample((), found)
 
     return samples
 
 
-def _model(
-    value: Callable[[ModelMetrics], Optional[Number]], *, is_everyones: bool = False
+def _model_samples(
+    value: Callable[[ModelMetrics], Optional[Number]], *, is_public: bool = False
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a family with the label `model`; `is_everyones`: those that may not see others are told it, too."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
-        for model in response.models if is_everyones or _tells_all(response) else ():
+        for model in response.models if is_public or _is_complete(response) else ():
             found = value(model)
             if found is not None:
                 yield Sample((("model", model.name),), found)
@@ -93,15 +93,15 @@ def _model(
     return samples
 
 
-def _histogram(
-    of: Callable[[ModelMetrics], Histogram], bounds: Callable[[MetricsResponse], Sequence[Number]]
+def _histogram_samples(
+    histogram_of: Callable[[ModelMetrics], Histogram], bounds: Callable[[MetricsResponse], Sequence[Number]]
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a histogram with the label `model`: each bucket has what is in those before it, too."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         names = [*(format(bound, "g") for bound in bounds(response)), "+Inf"]
         for model in response.models:
-            histogram, label = of(model), ("model", model.name)
+            histogram, label = histogram_of(model), ("model", model.name)
             if len(histogram.counts) != len(names):
                 continue
             count = 0
@@ -114,7 +114,7 @@ def _histogram(
     return samples
 
 
-def _tenant(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a family with the label `tenant`."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
@@ -126,29 +126,29 @@ def _tenant(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[Metr
     return samples
 
 
-def _sum(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+def _tenant_sum_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of what all accounts of a tenant have together, so that nothing is missing if a model goes."""
-    return _tenant(lambda tenant: sum(value(account) for account in tenant.accounts))
+    return _tenant_samples(lambda tenant: sum(value(account) for account in tenant.accounts))
 
 
-def _account(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
+def _account_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
     """Samples of a family with the labels `model` and `tenant`. What is of no model that there is has none."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
-        for tenant, account in _accounts(response):
+        for tenant, account in _iterate_accounts(response):
             yield Sample((("model", account.model), ("tenant", tenant.name)), value(account))
 
     return samples
 
 
-def _accounts(response: MetricsResponse) -> Iterator[Tuple[TenantStatus, AccountStatus]]:
+def _iterate_accounts(response: MetricsResponse) -> Iterator[Tuple[TenantStatus, AccountStatus]]:
     for tenant in response.tenants:
         for account in tenant.accounts:
             if account.model:
                 yield tenant, account
 
 
-def _tells_all(response: MetricsResponse) -> bool:
+def _is_complete(response: MetricsResponse) -> bool:
     """Whether this is not for somebody who may not see what concerns others: 0 would be a lie there."""
     return bool(response.seconds_bounds)
 
@@ -160,8 +160,8 @@ def _build(response: MetricsResponse) -> Iterator[Sample]:
     yield Sample((("version", response.version),), 1)
 
 
-def _infos(response: MetricsResponse) -> Iterator[Sample]:
-    for model in response.models if _tells_all(response) else ():
+def _model_infos(response: MetricsResponse) -> Iterator[Sample]:
+    for model in response.models if _is_complete(response) else ():
         labels = ("generation", str(model.generation)), ("sha256", model.sha256)
         yield Sample((("model", model.name), ("engine", model.engine), *labels), 1)
 
@@ -174,7 +174,7 @@ def _processes(response: MetricsResponse) -> Iterator[Sample]:
 
 def _requests(response: MetricsResponse) -> Iterator[Sample]:
     """By code: the bounds of a tenant are all of one."""
-    for tenant, account in _accounts(response):
+    for tenant, account in _iterate_accounts(response):
         codes = {"OK": account.served}
         for reason, count in account.refused.items():
             code = reason if reason in ERRORS else ResourceExhausted.code
@@ -192,16 +192,16 @@ def _refused(response: MetricsResponse) -> Iterator[Sample]:
 
 
 def _reloads(response: MetricsResponse) -> Iterator[Sample]:
-    if _tells_all(response):
+    if _is_complete(response):
         yield Sample((("result", "good"),), response.reloads.good)
         yield Sample((("result", "refused"),), response.reloads.refused)
 
 
-def _seconds(response: MetricsResponse) -> Sequence[Number]:
+def _seconds_bounds(response: MetricsResponse) -> Sequence[Number]:
     return response.seconds_bounds
 
 
-def _rows(response: MetricsResponse) -> Sequence[Number]:
+def _rows_bounds(response: MetricsResponse) -> Sequence[Number]:
     return response.rows_bounds
 
 
@@ -211,73 +211,73 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 FAMILIES: Sequence[Family] = (
     Family("weightd_build_info", GAUGE, "Always 1: the version of the daemon.", _build),
-    Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon(lambda each: each.uptime_s)),
+    Family("weightd_uptime_seconds", GAUGE, "Since the daemon has started.", _daemon_samples(lambda each: each.uptime_s)),
     Family("weightd_pss_bytes", GAUGE, "Memory of the daemon, its gates and its keeper, each page divided among "
-           "those that have it, as measured when metrics were asked for before.", _daemon(lambda each: each.pss_bytes)),
+           "those that have it, as measured when metrics were asked for before.", _daemon_samples(lambda each: each.pss_bytes)),
     Family("weightd_held_bytes", GAUGE, "What the daemon keeps for clients: requests under way, and answers that they "
-           "have not read.", _daemon(lambda each: each.held_bytes)),
-    Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon(lambda each: each.max_memory_bytes)),
+           "have not read.", _daemon_samples(lambda each: each.held_bytes)),
+    Family("weightd_held_limit_bytes", GAUGE, "The bound for that.", _daemon_samples(lambda each: each.max_memory_bytes)),
     Family("weightd_dropped_answers_total", COUNTER, "Answers that could not be sent: their client was gone, or did "
-           "not read.", _daemon(lambda each: each.dropped)),
+           "not read.", _daemon_samples(lambda each: each.dropped)),
     Family("weightd_reloads_total", COUNTER, "How often the configuration was read again, and how that ended: good or "
            "refused.", _reloads),
-    Family("weightd_model_info", GAUGE, "Always 1: what serves the model, or is to.", _infos),
+    Family("weightd_model_info", GAUGE, "Always 1: what serves the model, or is to.", _model_infos),
     Family("weightd_ready", GAUGE, "Whether a worker of the model has answered of late: 1 or 0.",
-           _model(lambda each: each.ready, is_everyones=True)),
+           _model_samples(lambda each: each.ready, is_public=True)),
     Family("weightd_generation", GAUGE, "The number of the generation that serves, or is to.",
-           _model(lambda each: each.generation)),
+           _model_samples(lambda each: each.generation)),
     Family("weightd_processes", GAUGE, "Processes by role and state.", _processes),
     Family("weightd_deaths_total", COUNTER, "Processes that ended without being asked to.",
-           _model(lambda each: each.deaths)),
+           _model_samples(lambda each: each.deaths)),
     Family("weightd_restarts_total", COUNTER, "Processes that were started in the place of lost ones.",
-           _model(lambda each: each.restarts)),
+           _model_samples(lambda each: each.restarts)),
     Family("weightd_canary_failures_total", COUNTER, "Workers that did not reproduce the known answer.",
-           _model(lambda each: each.canary_failures)),
+           _model_samples(lambda each: each.canary_failures)),
     Family("weightd_mismatches_total", COUNTER, "Generations of which rows together were found not to be what each is "
-           "alone.", _model(lambda each: each.mismatches)),
+           "alone.", _model_samples(lambda each: each.mismatches)),
     Family("weightd_quarantined", GAUGE, "Contents of requests that are refused because workers died of them.",
-           _model(lambda each: each.quarantined)),
+           _model_samples(lambda each: each.quarantined)),
     Family("weightd_requests_total", COUNTER, "Requests that have ended, by how they did: OK, or the code of the "
            "error.", _requests),
     Family("weightd_request_duration_seconds", HISTOGRAM, "From the arrival of a request in the daemon to its answer, "
-           "of those that were answered with outputs.", _histogram(lambda each: each.request_seconds, _seconds)),
+           "of those that were answered with outputs.", _histogram_samples(lambda each: each.request_seconds, _seconds_bounds)),
     Family("weightd_queue_duration_seconds", HISTOGRAM, "From the arrival of a request until a worker was given it.",
-           _histogram(lambda each: each.queue_seconds, _seconds)),
+           _histogram_samples(lambda each: each.queue_seconds, _seconds_bounds)),
     Family("weightd_compute_duration_seconds", HISTOGRAM, "Of executions, from when a worker could begin until its "
-           "answer had come.", _histogram(lambda each: each.compute_seconds, _seconds)),
+           "answer had come.", _histogram_samples(lambda each: each.compute_seconds, _seconds_bounds)),
     Family("weightd_job_rows", HISTOGRAM, "Rows of an execution, where those of the model are put together or cut.",
-           _histogram(lambda each: each.job_rows, _rows)),
-    Family("weightd_executions_total", COUNTER, "Predicts that were answered.", _model(lambda each: each.executions)),
-    Family("weightd_requests_running", GAUGE, "Requests that workers have.", _model(lambda each: each.running)),
-    Family("weightd_requests_queued", GAUGE, "Requests that wait.", _account(lambda each: each.queued)),
-    Family("weightd_requests_in_flight", GAUGE, "Requests that wait or run.", _account(lambda each: each.in_flight)),
+           _histogram_samples(lambda each: each.job_rows, _rows_bounds)),
+    Family("weightd_executions_total", COUNTER, "Predicts that were answered.", _model_samples(lambda each: each.executions)),
+    Family("weightd_requests_running", GAUGE, "Requests that workers have.", _model_samples(lambda each: each.running)),
+    Family("weightd_requests_queued", GAUGE, "Requests that wait.", _account_samples(lambda each: each.queued)),
+    Family("weightd_requests_in_flight", GAUGE, "Requests that wait or run.", _account_samples(lambda each: each.in_flight)),
     Family("weightd_queue_length", GAUGE, "Requests that wait, of all tenants.",
-           _model(lambda each: each.queued, is_everyones=True)),
-    Family("weightd_queue_limit", GAUGE, "How many may.", _model(lambda each: each.max_queue)),
+           _model_samples(lambda each: each.queued, is_public=True)),
+    Family("weightd_queue_limit", GAUGE, "How many may.", _model_samples(lambda each: each.max_queue)),
     Family("weightd_model_pss_bytes", GAUGE, "Memory of the model's processes, each page divided among those that have "
-           "it, as measured when metrics were asked for before.", _model(lambda each: each.pss_bytes)),
+           "it, as measured when metrics were asked for before.", _model_samples(lambda each: each.pss_bytes)),
     Family("weightd_model_shared_bytes", GAUGE, "What the workers share of the model, of each of them.",
-           _model(lambda each: each.shared_bytes)),
+           _model_samples(lambda each: each.shared_bytes)),
     Family("weightd_model_copy_bytes", GAUGE, "What the copies of its weights take in memory.",
-           _model(lambda each: each.copy_bytes)),
+           _model_samples(lambda each: each.copy_bytes)),
     Family("weightd_model_saved_bytes", GAUGE, "What the workers share less what the copies take: what would be needed "
-           "in addition if each had its own.", _model(lambda each: each.saved_bytes)),
+           "in addition if each had its own.", _model_samples(lambda each: each.saved_bytes)),
     Family("weightd_refused_total", COUNTER, "What was refused, requests of models that there are not and other "
            "messages, too: by the bound of the tenant that was reached, or the code of the error.", _refused),
     Family("weightd_tenant_rows_total", COUNTER, "Rows that were run, where those of the model are known.",
-           _sum(lambda each: each.rows)),
+           _tenant_sum_samples(lambda each: each.rows)),
     Family("weightd_tenant_seat_seconds_total", COUNTER, "Seconds of workers that ran requests.",
-           _sum(lambda each: each.seat_seconds)),
+           _tenant_sum_samples(lambda each: each.seat_seconds)),
     Family("weightd_tenant_waited_seconds_total", COUNTER, "From the arrival of requests until a worker was given "
-           "them.", _sum(lambda each: each.waited_seconds)),
+           "them.", _tenant_sum_samples(lambda each: each.waited_seconds)),
     Family("weightd_tenant_received_bytes_total", COUNTER, "Of tensors that were sent.",
-           _sum(lambda each: each.bytes_in)),
+           _tenant_sum_samples(lambda each: each.bytes_in)),
     Family("weightd_tenant_sent_bytes_total", COUNTER, "Of answers' tensors that were sent.",
-           _sum(lambda each: each.bytes_out)),
+           _tenant_sum_samples(lambda each: each.bytes_out)),
     Family("weightd_tenant_deaths_total", COUNTER, "Workers that were lost to requests.",
-           _sum(lambda each: each.deaths)),
+           _tenant_sum_samples(lambda each: each.deaths)),
     Family("weightd_tenant_weight", GAUGE, "The share of the tenant, among those who wait.",
-           _tenant(lambda each: each.weight)),
+           _tenant_samples(lambda each: each.weight)),
     Family("weightd_tenant_share_ratio", GAUGE, "Its part of the seconds of all workers in the last minute.",
-           _tenant(lambda each: each.share)),
+           _tenant_samples(lambda each: each.share)),
 )  # fmt: skip

@@ -16,7 +16,7 @@ DESCRIPTION = (
 )
 
 
-def describe(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.description = DESCRIPTION
     parser.add_argument(
@@ -29,7 +29,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="say all that is wrong with the file, and serve nothing")
 
 
-def arguments(options: argparse.Namespace) -> List[str]:
+def to_arguments(options: argparse.Namespace) -> List[str]:
     """Return the command line that was read."""
     flags = [flag for flag, given in (("--verbose", options.verbose), ("--check", options.check)) if given]
     return [*flags, *(["--", options.config] if options.config else [])]

@@ -8,7 +8,7 @@ from typing import Generator
 
 
 @contextlib.contextmanager
-def uncollected() -> Generator[None, None, None]:
+def gc_disabled() -> Generator[None, None, None]:
     """Look for no garbage among what the block imports: to go through it again and again takes an eighth of the time.
 
     It stays as long as the process, and no later collection looks at it.

@@ -8,7 +8,7 @@ import os
 import signal
 from typing import List, Optional, Set
 
-from weightd.shared.parent import die_with
+from weightd.shared.parent import die_with_parent
 
 _PR_GET_CHILD_SUBREAPER = 37
 
@@ -19,10 +19,10 @@ _NOT_FORWARDED = {
 }
 
 # sd_listen_fds(3), sd_watchdog_enabled(3): the process that they are meant for.
-_OWN_PID = ("LISTEN_PID", "WATCHDOG_PID")
+_PID_VARIABLES = ("LISTEN_PID", "WATCHDOG_PID")
 
-_FIRST_OTHER = 3
-_KILLED = 128
+_FIRST_INHERITED_DESCRIPTOR = 3
+_SIGNAL_EXIT_BASE = 128
 
 
 def serve_as_init() -> None:
@@ -38,39 +38,39 @@ def serve_as_init() -> None:
     """
     if os.getpid() != 1 and not _is_subreaper():
         return
-    passed = set(signal.Signals) - _NOT_FORWARDED
+    forwarded = set(signal.Signals) - _NOT_FORWARDED
     # Before the fork: no signal may be lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     parent = os.getpid()
     try:
         child = os.fork()
     except OSError as error:
         raise SystemExit(f"cannot start a process: {error.strerror}") from None
     if child:
-        status = _KILLED
+        status = _SIGNAL_EXIT_BASE
         try:
-            status = _supervise(child, passed)
+            status = _supervise(child, forwarded)
         finally:
             # Whatever happens, this process never goes on as the program.
             os._exit(status)
-    die_with(parent)
+    die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for name in _OWN_PID:
+    for name in _PID_VARIABLES:
         if os.environ.get(name) == str(parent):
             os.environ[name] = str(os.getpid())
 
 
 def _is_subreaper() -> bool:
-    adopts = ctypes.c_int()
-    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0)
-    return bool(adopts.value)
+    is_subreaper = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper), 0, 0, 0)
+    return bool(is_subreaper.value)
 
 
-def _supervise(child: int, passed: Set[signal.Signals]) -> int:
+def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
     """Reap every child and pass on signals until `child` has ended; return the exit status for this process."""
     _close_inherited()
     while True:
-        received = signal.sigwaitinfo(passed)
+        received = signal.sigwaitinfo(forwarded)
         if received.si_signo == signal.SIGCHLD:
             status = _reap(child)
             if status is not None:
@@ -90,7 +90,7 @@ def _reap(child: int) -> Optional[int]:
             if not pid:
                 break
             if pid == child:
-                found = _KILLED + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                found = _SIGNAL_EXIT_BASE + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     return found
 
 
@@ -101,7 +101,7 @@ def _close_inherited() -> None:
     with contextlib.suppress(OSError):
         descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
     for descriptor in map(int, descriptors):
-        if descriptor >= _FIRST_OTHER:
+        if descriptor >= _FIRST_INHERITED_DESCRIPTOR:
             # The directory that was listed is closed already.
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -9,8 +9,8 @@ import sys
 import threading
 from typing import Any, Generator
 
-_SOON_S = 0.01
-_LATE_S = 1.0
+_REDELIVERY_DELAY_S = 0.01
+_REDELIVERY_INTERVAL_S = 1.0
 
 
 @contextlib.contextmanager
@@ -28,55 +28,55 @@ def silent_while_importing() -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def never_lost() -> Generator[None, None, None]:
+def redelivering_interrupts() -> Generator[None, None, None]:
     """Have a KeyboardInterrupt that somebody swallows come again, until the block ends with it.
 
     pyzmq looks for signals where it cannot raise: Python then prints the exception, and the program goes on. Python 3.7
     does not tell of that: there it comes again each second, if the block has not ended.
     """
-    with _told() if sys.version_info >= (3, 8) else _each_second():
+    with _redelivering_by_hook() if sys.version_info >= (3, 8) else _redelivering_by_timer():
         yield
 
 
 @contextlib.contextmanager
-def _told() -> Generator[None, None, None]:
-    before, printing = sys.unraisablehook, sys.excepthook
+def _redelivering_by_hook() -> Generator[None, None, None]:
+    previous_hook, previous_excepthook = sys.unraisablehook, sys.excepthook
 
-    def swallowed(told: Any) -> None:
-        if issubclass(told.exc_type, KeyboardInterrupt):
+    def on_unraisable(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
             # Not from here, where it would be swallowed, too.
-            again = threading.Timer(_SOON_S, os.kill, (os.getpid(), signal.SIGINT))
+            again = threading.Timer(_REDELIVERY_DELAY_S, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()
         else:
-            before(told)
+            previous_hook(unraisable)
 
-    def printed(kind: Any, error: Any, trace: Any) -> None:
+    def on_exception(kind: Any, error: Any, trace: Any) -> None:
         if not issubclass(kind, KeyboardInterrupt):
-            printing(kind, error, trace)
+            previous_excepthook(kind, error, trace)
 
-    sys.unraisablehook, sys.excepthook = swallowed, printed
+    sys.unraisablehook, sys.excepthook = on_unraisable, on_exception
     try:
         yield
     finally:
-        sys.unraisablehook, sys.excepthook = before, printing
+        sys.unraisablehook, sys.excepthook = previous_hook, previous_excepthook
 
 
 @contextlib.contextmanager
-def _each_second() -> Generator[None, None, None]:
+def _redelivering_by_timer() -> Generator[None, None, None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
 
-    def interrupted(number: int, frame: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, _LATE_S, _LATE_S)
+    def on_sigint(number: int, frame: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, _REDELIVERY_INTERVAL_S, _REDELIVERY_INTERVAL_S)
         raise KeyboardInterrupt
 
-    alarmed = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, interrupted)
+    previous_handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, on_sigint)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGALRM, alarmed)
+        signal.signal(signal.SIGALRM, previous_handler)

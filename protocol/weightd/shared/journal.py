@@ -11,7 +11,7 @@ _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG = 7
 
 
-def to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
+def is_connected_to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
     """Return whether systemd has connected the descriptor to the journal.
 
     The variable alone does not tell: it is inherited by processes whose output goes elsewhere.
@@ -23,7 +23,7 @@ def to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
     return environment.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
-def prefixed(text: str, priority: int) -> str:
+def add_priority(text: str, priority: int) -> str:
     """Return the text with the priority of syslog in front of each line, by which the journal knows it."""
     return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
 
@@ -33,7 +33,7 @@ def priority_of(level: int) -> int:
     return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
 
 
-def flat(text: str) -> str:
+def to_one_line(text: str) -> str:
     """Return foreign text on one line, and without what could play tricks on a terminal."""
     lines = (line.strip() for line in text.replace("\t", " ").splitlines())
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Optional
 
 
-def told(done: Optional[float], left_s: Optional[float]) -> str:
+def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> str:
     """Return "43 %, about 20 s left", or as much of it as is known, "" for nothing.
 
     Args:
         done: from 0 to 1; None if nobody knows. What is not over is never told as 100 %.
         left_s: seconds; None likewise.
     """
-    parts = [] if done is None else [f"{percent(done)} %"]
-    if left_s is not None:
-        parts.append(f"about {_about(left_s)} left")
+    parts = [] if fraction is None else [f"{percent(fraction)} %"]
+    if remaining_s is not None:
+        parts.append(f"about {_round_duration(remaining_s)} left")
     return ", ".join(parts)
 
 
-def percent(done: float) -> int:
+def percent(fraction: float) -> int:
     """Return a share as a number of percent that is less than 100."""
-    return max(0, min(99, int(100 * done)))
+    return max(0, min(99, int(100 * fraction)))
 
 
-def _about(seconds: float) -> str:
+def _round_duration(seconds: float) -> str:
     """Seconds, no more exactly than anybody could know."""
     if seconds < 10:
         return f"{max(1, round(seconds))} s"

@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
     cores: str = ""
 
     @property
-    def tells(self) -> bool:
+    def has_outputs(self) -> bool:
         """Whether this rank has an answer to give, or a part of one."""
         return self.reply in (None, self.rank)
 

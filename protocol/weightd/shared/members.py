@@ -49,8 +49,8 @@ class Members(NamedTuple):
             ValueError: it says something else.
         """
         try:
-            told = json.loads(text)
-            return cls(told["share"], tuple(Member(**each) for each in told["models"]))
+            parsed = json.loads(text)
+            return cls(parsed["share"], tuple(Member(**each) for each in parsed["models"]))
         except (TypeError, KeyError) as error:
             raise ValueError(f"expected what a group of models is told, got {text!r}: {error}") from None
 

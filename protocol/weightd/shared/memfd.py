@@ -61,7 +61,7 @@ def is_memory(descriptor: int) -> bool:
     return True
 
 
-def size(descriptor: int) -> int:
+def checked_size(descriptor: int) -> int:
     """Return the size of the memory that somebody else has sent, once it is sure that it stays so.
 
     Nothing here waits for a file system of whoever sent it. A close may: one that is refused is closed where nobody

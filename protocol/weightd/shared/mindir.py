@@ -32,8 +32,8 @@ _DATATYPES = (
     *("UINT32", "UINT64", "complex64", "complex128", "bfloat16", "FP64", "qint4x2"),
 )
 
-_BELOW_0 = 2**63
-_MOST_VARINT_BYTES = 10
+_SIGN_BIT = 2**63
+_MAX_VARINT_BYTES = 10
 _MINDSPORE = "MindSpore"
 
 # Tuples in tuples; what nests deeper, nobody writes.
@@ -63,7 +63,7 @@ class MindIr(NamedTuple):
 
     inputs: Tuple[Tensor, ...]
     outputs: Tuple[Tensor, ...]
-    exported: bool
+    is_mindspore_export: bool
 
 
 def read(file: BinaryIO) -> MindIr:
@@ -74,8 +74,8 @@ def read(file: BinaryIO) -> MindIr:
         OSError: it cannot be read.
     """
     model: Span = (0, os.fstat(file.fileno()).st_size)
-    producer = next((_text(file, each) for each in _parts(file, model, _PRODUCER)), "")
-    graph = next(_parts(file, model, _GRAPH), None)
+    producer = next((_text(file, each) for each in _field_spans(file, model, _PRODUCER)), "")
+    graph = next(_field_spans(file, model, _GRAPH), None)
     if graph is None:
         raise Malformed
     inputs, outputs = (tuple(_tensors(file, graph, number)) for number in (_INPUT, _OUTPUT))
@@ -88,7 +88,7 @@ def read(file: BinaryIO) -> MindIr:
     return MindIr(inputs, outputs, exported)
 
 
-def problems(what: str, tensors: Sequence[Tensor]) -> Iterator[str]:
+def find_problems(what: str, tensors: Sequence[Tensor]) -> Iterator[str]:
     """Yield why requests with these inputs, or answers with these outputs, could not be sent; a line each."""
     if len(tensors) > limits.MAX_TENSORS:
         yield f"expected at most {limits.MAX_TENSORS} {what}s"
@@ -108,62 +108,62 @@ def problems(what: str, tensors: Sequence[Tensor]) -> Iterator[str]:
 
 def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[Tensor]:
     found = (
-        _tensor(file, name, described)
-        for each in _parts(file, graph, number)
-        for name in [next((_text(file, name) for name in _parts(file, each, _NAME)), "")]
-        for described in _described(file, each)
+        _read_tensor(file, name, described)
+        for each in _field_spans(file, graph, number)
+        for name in [next((_text(file, name) for name in _field_spans(file, each, _NAME)), "")]
+        for described in _tensor_spans(file, each)
     )
     return itertools.islice(found, limits.MAX_TENSORS + 1)
 
 
-def _described(file: BinaryIO, value: Span) -> Iterator[Span]:
+def _tensor_spans(file: BinaryIO, value: Span) -> Iterator[Span]:
     """The tensors of an input or output: one, or those of a tuple in their order."""
-    leaves = (each for tree in _parts(file, value, _TUPLE) for each in _leaves(file, tree))
+    leaves = (each for tree in _field_spans(file, value, _TUPLE) for each in _tuple_spans(file, tree))
     found = list(itertools.islice(leaves, limits.MAX_TENSORS + 1))
-    found = found or list(itertools.islice(_parts(file, value, _TENSOR), 1))
+    found = found or list(itertools.islice(_field_spans(file, value, _TENSOR), 1))
     if not found:
         raise Malformed
     return iter(found)
 
 
-def _leaves(file: BinaryIO, tree: Span, depth: int = 0) -> Iterator[Span]:
+def _tuple_spans(file: BinaryIO, tree: Span, depth: int = 0) -> Iterator[Span]:
     if depth > _MAX_DEPTH:
         raise Malformed
     for number, value in fields(file, *tree):
         if isinstance(value, tuple) and number == _VALUES:
-            yield from _leaves(file, value, depth + 1)
+            yield from _tuple_spans(file, value, depth + 1)
         elif isinstance(value, tuple) and number == _TENSORS:
             yield value
 
 
-def _tensor(file: BinaryIO, name: str, described: Span) -> Tensor:
-    element = 0
+def _read_tensor(file: BinaryIO, name: str, span: Span) -> Tensor:
+    datatype_number = 0
     dims: Tuple[int, ...] = ()
-    for number, value in fields(file, *described):
+    for number, value in fields(file, *span):
         if number == _DIMS and len(dims) <= limits.MAX_RANK:
-            dims += (value,) if isinstance(value, int) else tuple(_packed(file, value, limits.MAX_RANK + 1))
+            dims += (value,) if isinstance(value, int) else tuple(_unpack_varints(file, value, limits.MAX_RANK + 1))
             dims = dims[: limits.MAX_RANK + 1]
         elif number == _DATATYPE and isinstance(value, int):
-            element = value
-    known = _DATATYPES[element] if element < len(_DATATYPES) else f"datatype {element}"
-    sizes = tuple(each if each < _BELOW_0 else each - 2 * _BELOW_0 for each in dims)
+            datatype_number = value
+    datatype = _DATATYPES[datatype_number] if datatype_number < len(_DATATYPES) else f"datatype {datatype_number}"
+    sizes = tuple(each if each < _SIGN_BIT else each - 2 * _SIGN_BIT for each in dims)
     # A tensor of unknown rank has one dimension of -2, a free one is -1.
-    return Tensor(name, known, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
+    return Tensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
 
 
-def _packed(file: BinaryIO, span: Span, most: int) -> Iterator[int]:
+def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]:
     """The numbers of a packed field, at most so many."""
     start, end = span
     file.seek(start)
-    data = file.read(min(end - start, most * _MOST_VARINT_BYTES))
+    data = file.read(min(end - start, max_count * _MAX_VARINT_BYTES))
     value = shift = 0
     for byte in data:
         value |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
-            yield value & (2 * _BELOW_0 - 1)
+            yield value & (2 * _SIGN_BIT - 1)
             value = shift = 0
-        elif shift >= 7 * _MOST_VARINT_BYTES:
+        elif shift >= 7 * _MAX_VARINT_BYTES:
             raise Malformed
 
 
@@ -174,5 +174,5 @@ def _text(file: BinaryIO, span: Span) -> str:
     return os.fsdecode(file.read(min(end - start, 16 * limits.MAX_NAME_BYTES)))
 
 
-def _parts(file: BinaryIO, message: Span, number: int) -> Iterator[Span]:
+def _field_spans(file: BinaryIO, message: Span, number: int) -> Iterator[Span]:
     return (value for key, value in fields(file, *message) if key == number and isinstance(value, tuple))

@@ -34,10 +34,10 @@ _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"
 
 # Of a model's files that cannot be read, so many are named.
-_TOLD = 10
+_MAX_LISTED_FILES = 10
 
 # A file that was changed so shortly before may still be being copied to its place.
-_SETTLED_S = 60.0
+_SETTLE_S = 60.0
 
 
 class ModelFileError(WeightdError):
@@ -90,20 +90,20 @@ class Model:
             somebody who may not read it; or an ONNX file is none.
     """
 
-    def __init__(self, path: Path, *, own: bool = False, grant: Grant = OPERATOR) -> None:
+    def __init__(self, path: Path, *, is_own_copy: bool = False, grant: Grant = OPERATOR) -> None:
         self._path = path
-        self._own = own
+        self._is_own_copy = is_own_copy
         self._grant = grant
         self.files: List[ModelFile] = []
         with contextlib.ExitStack() as stack:
-            self._find(stack)
-            self._open = stack.pop_all()
+            self._find_files(stack)
+            self._open_files = stack.pop_all()
 
     def __enter__(self) -> Model:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._open_files.close()
 
     def open(self, file: ModelFile) -> BinaryIO:
         """Open one of its files.
@@ -116,9 +116,9 @@ class Model:
             os.lseek(descriptor, 0, os.SEEK_SET)
             return os.fdopen(descriptor, "rb")
         reader = self._open_external(file.name)
-        if _looked_at(file.name, file.path, reader) != file:
+        if _stat_file(file.name, file.path, reader) != file:
             reader.close()
-            raise self._changed()
+            raise self._changed_error()
         return reader
 
     def check_same(self, files: Sequence[ModelFile]) -> None:
@@ -128,7 +128,7 @@ class Model:
             ModelFileError: they are not, so it has changed while it was copied.
         """
         if [(file.name, file.nbytes) for file in files] != [(file.name, file.nbytes) for file in self.files]:
-            raise self._changed()
+            raise self._changed_error()
 
     def check_unchanged(self) -> None:
         """Make sure that what is at the path, and what it names, is still what it was.
@@ -137,52 +137,52 @@ class Model:
             ModelFileError: it is not.
         """
         try:
-            with Model(self._path, own=self._own, grant=self._grant) as now:
+            with Model(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
                 same = now.files == self.files
         except ModelFileError:
             same = False
         if not same:
-            raise self._changed()
+            raise self._changed_error()
 
-    def _changed(self) -> ModelFileError:
+    def _changed_error(self) -> ModelFileError:
         text = f"{self._path}: changed while it was copied; load it again once it is complete"
         return ModelFileError(text, transient=True)
 
-    def _find(self, stack: contextlib.ExitStack) -> None:
+    def _find_files(self, stack: contextlib.ExitStack) -> None:
         path = self._path
-        reach = stack.enter_context(Reach(trusting=self._own, grant=self._grant))
-        with _told(path):
-            start, rest = reach.start(str(path.absolute()))
-            parent = reach.directory(start, str(PurePosixPath(rest).parent))
-            self._file, real = reach.open(parent, path.name)
+        walker = stack.enter_context(Reach(is_trusting=self._is_own_copy, grant=self._grant))
+        with _reading(path):
+            start, rest = walker.starting_directory(str(path.absolute()))
+            parent = walker.open_directory(start, str(PurePosixPath(rest).parent))
+            self._file, real = walker.open_file(parent, path.name)
             stack.enter_context(self._file)
-            self._inside = (parent, real)
-            self._place = parent.named_by(os.fstat(self._file.fileno()).st_uid, *real.authors)
-        self.files.append(_looked_at(path.name, path, self._file))
+            self._allowed_directories = (parent, real)
+            self._directory = parent.with_authors(os.fstat(self._file.fileno()).st_uid, *real.authors)
+        self.files.append(_stat_file(path.name, path, self._file))
         if path.name.endswith(_MINDIR_GRAPH):
-            names = self._mindir_variables(reach)
+            names = self._mindir_variables(walker)
         elif path.suffix == ".onnx":
             names = _onnx_locations(path, self._file)
         else:
             names = []
-        if path.suffix == ".mindir" and not self._own:
+        if path.suffix == ".mindir" and not self._is_own_copy:
             _check_mindir(path, self._file)
         problems: List[ModelFileError] = []
         for name in sorted({*names} - {path.name}):
             try:
                 with self._open_external(name) as file:
-                    self.files.append(_looked_at(name, path.parent / name, file))
+                    self.files.append(_stat_file(name, path.parent / name, file))
             except ModelFileError as error:
                 problems.append(error)
         if problems:
-            more = [f"{path}: {len(problems) - _TOLD} more files cannot be read"] if len(problems) > _TOLD else []
-            text = "\n".join([*map(str, problems[:_TOLD]), *more])
+            summary = [f"{path}: {len(problems) - _MAX_LISTED_FILES} more files cannot be read"] if len(problems) > _MAX_LISTED_FILES else []
+            text = "\n".join([*map(str, problems[:_MAX_LISTED_FILES]), *summary])
             raise ModelFileError(text, transient=all(each.transient for each in problems))
 
     def _open_external(self, name: str) -> BinaryIO:
-        with _told(self._path.parent / name), Reach(trusting=self._own, grant=self._grant) as reach:
-            file, real = reach.open(self._place, name)
-            if real.below(self._inside):
+        with _reading(self._path.parent / name), Reach(is_trusting=self._is_own_copy, grant=self._grant) as reach:
+            file, real = reach.open_file(self._directory, name)
+            if real.is_within(self._allowed_directories):
                 return file
             file.close()
         raise ModelFileError(
@@ -190,27 +190,27 @@ class Model:
             "one that lies below that directory or, if the model is a link, beside the file to which that leads"
         )
 
-    def _mindir_variables(self, reach: Reach) -> List[str]:
+    def _mindir_variables(self, walker: Reach) -> List[str]:
         path = self._path
         directory = path.parent / (path.name[: -len(_MINDIR_GRAPH)] + "_variables")
         try:
-            place = reach.directory(self._place, directory.name)
+            variables = walker.open_directory(self._directory, directory.name)
         except (FileNotFoundError, NotADirectoryError):
             text = f"{path}: expected its weights in {directory}/, which is not a directory"
             raise ModelFileError(text, transient=True) from None
         except (OSError, NotTheirs) as error:
-            raise _unreadable(directory, error) from None
-        with _told(directory), place.listing() as entries:
+            raise _read_error(directory, error) from None
+        with _reading(directory), variables.scan() as entries:
             return [str(PurePosixPath(directory.name, entry.name)) for entry in entries if entry.is_file()]
 
 
-def model_files(path: Path, *, own: bool = False) -> List[ModelFile]:
+def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
     """Return the files of the model at `path`.
 
     Raises:
         ModelFileError: as `Model`, of which `own` is known, too.
     """
-    with Model(path, own=own) as model:
+    with Model(path, is_own_copy=is_own_copy) as model:
         return model.files
 
 
@@ -224,11 +224,11 @@ def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
     Raises:
         ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
     """
-    with _told(path), Reach(grant=grant) as reach:
-        return reach.open(*reach.start(str(path.absolute())))[0]
+    with _reading(path), Reach(grant=grant) as reach:
+        return reach.open_file(*reach.starting_directory(str(path.absolute())))[0]
 
 
-def digest(path: Path, *, own: bool = False) -> str:
+def digest(path: Path, *, is_own_copy: bool = False) -> str:
     """Return the sha256, in hex, that names the content of the model at `path`.
 
     For a model of one file it is what `sha256sum` prints. For several it is the sha256 of the lines that
@@ -237,24 +237,24 @@ def digest(path: Path, *, own: bool = False) -> str:
     Raises:
         ModelFileError: as `Model`, of which `own` is known, too.
     """
-    with Model(path, own=own) as model:
-        return combined(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
+    with Model(path, is_own_copy=is_own_copy) as model:
+        return combine_digests(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
 
 
-def combined(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
+def combine_digests(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
     """Return the sha256 that names the content of a model of these files, of which each has one of these."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
 
 
-def identity(files: Sequence[ModelFile]) -> str:
+def files_identity(files: Sequence[ModelFile]) -> str:
     """Return a text that is another one as soon as one of the files was written or replaced, with whatever content."""
-    known = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
-    return hashlib.sha256(repr(known).encode()).hexdigest()
+    facts = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def pinned_digest(path: Path, pinned: str) -> str:
+def pinned_digest(path: Path, pinned_identity: str) -> str:
     """Return the digest of the daemon's own copy of a model, which is not read again if it is what it was.
 
     Args:
@@ -264,10 +264,10 @@ def pinned_digest(path: Path, pinned: str) -> str:
     Raises:
         ModelFileError: as `Model`.
     """
-    expected, _, sha256 = pinned.partition(":")
-    if sha256 and identity(model_files(path, own=True)) == expected:
+    expected, _, sha256 = pinned_identity.partition(":")
+    if sha256 and files_identity(model_files(path, is_own_copy=True)) == expected:
         return sha256
-    return digest(path, own=True)
+    return digest(path, is_own_copy=True)
 
 
 def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
@@ -277,7 +277,7 @@ def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
     return os.fsencode(f"{mark}{sha256}  {escaped}\n")
 
 
-def _looked_at(name: str, path: Path, file: BinaryIO) -> ModelFile:
+def _stat_file(name: str, path: Path, file: BinaryIO) -> ModelFile:
     status = os.fstat(file.fileno())
     if status.st_size == 0:
         raise ModelFileError(f"{path}: the file is empty", transient=_may_be_incomplete(status))
@@ -287,19 +287,19 @@ def _looked_at(name: str, path: Path, file: BinaryIO) -> ModelFile:
 
 def _may_be_incomplete(status: os.stat_result) -> bool:
     """Return whether a file was written to so shortly before that it may still be being copied."""
-    return abs(time.time() - status.st_mtime) < _SETTLED_S
+    return abs(time.time() - status.st_mtime) < _SETTLE_S
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Generator[None, None, None]:
+def _reading(path: Path) -> Generator[None, None, None]:
     """Raise what prevents reading within the block as a ModelFileError."""
     try:
         yield
     except (OSError, NotTheirs, ValueError) as error:
-        raise _unreadable(path, error) from None
+        raise _read_error(path, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> ModelFileError:
+def _read_error(path: Path, error: Exception) -> ModelFileError:
     if isinstance(error, NotTheirs):
         return ModelFileError(f"{path}: {error}")
     # The only ValueError of a path; its words differ among the versions of Python.
@@ -309,7 +309,7 @@ def _unreadable(path: Path, error: Exception) -> ModelFileError:
 
 def _sha256(path: Path, file: BinaryIO) -> str:
     state = hashlib.sha256()
-    with _told(path), file:
+    with _reading(path), file:
         while True:
             block = file.read(_BLOCK)
             if not block:
@@ -319,7 +319,7 @@ def _sha256(path: Path, file: BinaryIO) -> str:
 
 def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
     try:
-        with _told(path):
+        with _reading(path):
             locations = list(_locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size))
     except Malformed:
         # An engine that understands it all the same would load external files that nobody has pinned.
@@ -328,7 +328,7 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
     for location, _ in locations:
         pure = PurePosixPath(location)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise _outside(path, location)
+            raise _outside_error(path, location)
     return [str(PurePosixPath(location)) for location, is_used in locations if is_used]
 
 
@@ -341,7 +341,7 @@ def check_locations(path: Path) -> None:
     Raises:
         ModelFileError: it names one, or cannot be read.
     """
-    with _told(path), open_file(path) as file:
+    with _reading(path), open_file(path) as file:
         _check_mindir(path, file)
 
 
@@ -350,7 +350,7 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
         for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size):
             pure = PurePosixPath(location)
             if pure.is_absolute() or ".." in pure.parts:
-                raise _outside(path, location)
+                raise _outside_error(path, location)
     except _TooDeep:
         raise ModelFileError(f"{path}: expected at most {_MAX_DEPTH} levels of messages in messages") from None
     except Malformed:
@@ -358,7 +358,7 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
         pass
 
 
-def _outside(path: Path, location: str) -> ModelFileError:
+def _outside_error(path: Path, location: str) -> ModelFileError:
     return ModelFileError(f"{path}: names the external file {location!r}; expected a path inside the model's directory")
 
 

@@ -30,7 +30,7 @@ _SNDMORE = int(zmq.SNDMORE)
 _send: Callable[..., object] = zmq.backend.Socket.send
 
 
-def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copied_below: float = ZERO_COPY_BYTES) -> None:
+def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes: float = ZERO_COPY_BYTES) -> None:
     """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
 
     Frames of `copied_below` bytes and more are not copied: they are kept alive until they are written, and must not be
@@ -38,8 +38,8 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copied_below: fl
     """
     more = flags | _SNDMORE
     for frame in frames[:-1]:
-        _send(socket, frame, more, len(frame) < copied_below)
-    _send(socket, frames[-1], flags, len(frames[-1]) < copied_below)
+        _send(socket, frame, more, len(frame) < copy_below_bytes)
+    _send(socket, frames[-1], flags, len(frames[-1]) < copy_below_bytes)
 
 
 def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[Tuple[zmq.MessageTracker, int]]:
@@ -57,7 +57,7 @@ def send_tracked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> List[
     return tracked
 
 
-def send_marked(socket: Socket, frames: Sequence[Any], flags: int = 0) -> zmq.MessageTracker:
+def send_tracking_header(socket: Socket, frames: Sequence[Any], flags: int = 0) -> zmq.MessageTracker:
     """Send a message of small frames as `send` does; return a tracker that is done once its second one is written.
 
     The first one is the peer's id, which is never written.
@@ -78,13 +78,13 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     Raises:
         zmq.ZMQError: there is none.
     """
-    frames = begin(socket, flags)
-    while frames[-1].more and skip(socket, _MAX_FRAMES):
+    frames = receive_first_frames(socket, flags)
+    while frames[-1].more and skip_frames(socket, _MAX_FRAMES):
         pass
     return frames
 
 
-def begin(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
+def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     """Return the first frames of the next message, one more than it may have: it is refused for that, not kept.
 
     If the last of them has `more` to come, `skip` that before anything else is read.
@@ -100,11 +100,11 @@ def begin(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     return frames
 
 
-def skip(socket: Socket, most: int) -> bool:
+def skip_frames(socket: Socket, max_frames: int) -> bool:
     """Read so many further frames of a message that has begun, or all that it has; return whether it has more."""
-    return all(socket.recv(copy=False).more for _ in range(most))
+    return all(socket.recv(copy=False).more for _ in range(max_frames))
 
 
-def content(frame: zmq.Frame) -> Any:
+def frame_content(frame: zmq.Frame) -> Any:
     """Return what is in `frame`: a small one as bytes, which are the cheapest to have; a large one uncopied."""
     return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame

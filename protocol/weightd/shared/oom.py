@@ -13,15 +13,15 @@ _log = logging.getLogger("weightd.protocol")
 
 # Above the daemon's own. A worker is replaced alone; with a holder on a card a whole generation is lost.
 # With any process of a unit all of it is lost; one rank gives back no more than another one does.
-ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
+SCORES_ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
 
-_MOST = 1000
+_MAX_SCORE = 1000
 
 
 _FILE = Path("/proc/self/oom_score_adj")
 
 
-def inherited(file: Path = _FILE) -> Optional[int]:
+def current_score(file: Path = _FILE) -> Optional[int]:
     """Return the score that this process has: of one that was just started, the daemon's. None if it cannot be had.
 
     Args:
@@ -34,7 +34,7 @@ def inherited(file: Path = _FILE) -> Optional[int]:
         return None
 
 
-def go_before_the_daemon(role: str, file: Path = _FILE, *, daemons: Optional[int] = None) -> None:
+def raise_score(role: str, file: Path = _FILE, *, daemon_score: Optional[int] = None) -> None:
     """Have the kernel choose this process rather than the daemon.
 
     Raising the score needs no privilege; where it fails nevertheless, nothing else does.
@@ -44,10 +44,10 @@ def go_before_the_daemon(role: str, file: Path = _FILE, *, daemons: Optional[int
         file: where the score is.
         daemons: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
     """
-    score = inherited(file) if daemons is None else daemons
+    score = current_score(file) if daemon_score is None else daemon_score
     if score is None:
         return
     try:
-        file.write_text(f"{min(score + ABOVE_DAEMON[role], _MOST)}\n", "ascii")
+        file.write_text(f"{min(score + SCORES_ABOVE_DAEMON[role], _MAX_SCORE)}\n", "ascii")
     except OSError as error:
         _log.debug("the score for the end by want of memory cannot be raised: %s", error)

@@ -11,7 +11,7 @@ from typing import Generator, Sequence
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends.
 
     Args:
@@ -26,7 +26,7 @@ def die_with(parent: int) -> None:
         raise SystemExit(f"expected to be a child of {parent}, but the parent is {os.getppid()}")
 
 
-def die_with_the_one_named(words: Sequence[str]) -> None:
+def die_with_named_parent(words: Sequence[str]) -> None:
     """Do so for the process that a command line names by ``--parent PID``, if it does: what follows may take long.
 
     Imports take a second in which a process may be stopped; one that has not asked for this outlives its parent then.
@@ -34,13 +34,13 @@ def die_with_the_one_named(words: Sequence[str]) -> None:
     Raises:
         SystemExit: as `die_with`.
     """
-    named = [after for word, after in zip(words, words[1:]) if word == "--parent" and after.isdigit()]
-    if named:
-        die_with(int(named[-1]))
+    parent_pids = [after for word, after in zip(words, words[1:]) if word == "--parent" and after.isdigit()]
+    if parent_pids:
+        die_with_parent(int(parent_pids[-1]))
 
 
 @contextmanager
-def without_interrupts() -> Generator[None, None, None]:
+def sigint_blocked() -> Generator[None, None, None]:
     """Have the processes that are started in the block born with SIGINT blocked, until `signals.reset`.
 
     A terminal sends it to the whole process group, and a child is in that of its parent until it has a session of its

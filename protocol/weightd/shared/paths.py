@@ -14,7 +14,7 @@ _SOCKET_NAME = "weightd.sock"
 # Of the path of a unix socket, and of no other socket for clients.
 UNIX_SUFFIX = ".unix"
 
-_LANE_SUFFIX = ".lane"
+_CHANNEL_SUFFIX = ".lane"
 
 
 def runtime_dir() -> str:
@@ -38,7 +38,7 @@ def socket_address(directory: str) -> str:
     return f"ipc://{directory}/{_SOCKET_NAME}"
 
 
-def key(address: str) -> str:
+def daemon_key(address: str) -> str:
     """Return a short name for the daemon whose socket is `address`: two daemons never share a file."""
     return hashlib.sha256(os.fsencode(address)).hexdigest()[:12]
 
@@ -50,7 +50,7 @@ def unix_path(address: str, directory: str = "") -> str:
     """
     if address.startswith("ipc://"):
         return f"{address[len('ipc://') :]}{UNIX_SUFFIX}"
-    return f"{directory}/{key(address)}{UNIX_SUFFIX}"
+    return f"{directory}/{daemon_key(address)}{UNIX_SUFFIX}"
 
 
 def daemon_socket(address: str) -> str:
@@ -64,6 +64,6 @@ def daemon_socket(address: str) -> str:
     return f"ipc://{path[: -len(UNIX_SUFFIX)] if path.endswith(UNIX_SUFFIX) else path}"
 
 
-def lane_path(address: str) -> str:
+def channel_path(address: str) -> str:
     """Return where a daemon whose socket for children is `address` takes the lanes of their requests."""
-    return f"{address[len('ipc://') :]}{_LANE_SUFFIX}"
+    return f"{address[len('ipc://') :]}{_CHANNEL_SUFFIX}"

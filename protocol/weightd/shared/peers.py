@@ -93,7 +93,7 @@ class Peers:
         self._routes = _Netlink(_ROUTE)
         self._diagnostics = _Netlink(_SOCK_DIAG)
 
-    def of(self, connection: socket.socket) -> Peer:
+    def identify(self, connection: socket.socket) -> Peer:
         """Return the peer of a connection that has just been accepted.
 
         The result is `UNKNOWN` for a connection that the peer has ended already. A local client that has only shut down
@@ -103,15 +103,15 @@ class Peers:
             if connection.family == socket.AF_UNIX:
                 uid = _uid_of_unix(connection)
                 return Peer(_user(uid), uid, is_local=True, is_operator=_is_operator(uid))
-            far, near = connection.getpeername(), connection.getsockname()
-            address = _address(far[0])
-            interface = _LOOPBACK_INTERFACE if address.is_loopback else self._own_interface(address)
-            if interface is None and far[0] == near[0]:
+            remote, local = connection.getpeername(), connection.getsockname()
+            address = _address(remote[0])
+            interface = _LOOPBACK_INTERFACE if address.is_loopback else self._local_interface(address)
+            if interface is None and remote[0] == local[0]:
                 # The kernel cannot be asked.
                 interface = _LOOPBACK_INTERFACE
             if interface is None:
                 return Peer(_host(address))
-            found = self._uid_of_tcp((address, far[1]), (_address(near[0]), near[1]), interface)
+            found = self._uid_of_tcp((address, remote[1]), (_address(local[0]), local[1]), interface)
             if found is None:
                 return UNKNOWN if self._diagnostics.is_open and _has_ended(connection) else THIS_HOST
         except OSError:
@@ -123,13 +123,13 @@ class Peers:
         self._routes.close()
         self._diagnostics.close()
 
-    def _own_interface(self, address: _Address) -> Optional[int]:
+    def _local_interface(self, address: _Address) -> Optional[int]:
         """Return the number of the interface that has an address of this host; None for an address of another host."""
         packed = address.packed
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         body = _ROUTE_MESSAGE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, _RTM_F_FIB_MATCH)
         body += _ATTRIBUTE.pack(_ATTRIBUTE.size + len(packed), _RTA_DST) + packed
-        answer = self._routes.ask(_GET_ROUTE, body, _NEW_ROUTE)
+        answer = self._routes.request(_GET_ROUTE, body, _NEW_ROUTE)
         if answer is None or answer[_ROUTE_TYPE_AT] != _RTN_LOCAL:
             return None
         at = _ROUTE_MESSAGE.size
@@ -141,7 +141,7 @@ class Peers:
             at += max(_ATTRIBUTE.size, (size + 3) & ~3)
         return _LOOPBACK_INTERFACE
 
-    def _uid_of_tcp(self, far: Tuple[_Address, int], near: Tuple[_Address, int], interface: int) -> Optional[int]:
+    def _uid_of_tcp(self, remote: Tuple[_Address, int], local: Tuple[_Address, int], interface: int) -> Optional[int]:
         """Return the user who owns the socket at the far end of a connection within this host.
 
         The kernel finds a socket that its user has bound to an interface only by the number of that interface, and one
@@ -154,11 +154,11 @@ class Peers:
         Raises:
             OSError: no process has the socket any more.
         """
-        family = socket.AF_INET if far[0].version == 4 else socket.AF_INET6
-        body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack("!HH", far[1], near[1])
-        body += b"".join(each[0].packed.ljust(_ADDRESS_BYTES, b"\0") for each in (far, near))
+        family = socket.AF_INET if remote[0].version == 4 else socket.AF_INET6
+        body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack("!HH", remote[1], local[1])
+        body += b"".join(each[0].packed.ljust(_ADDRESS_BYTES, b"\0") for each in (remote, local))
         body += struct.pack("=I", interface) + _NO_COOKIE
-        answer = self._diagnostics.ask(_BY_FAMILY, body, _BY_FAMILY)
+        answer = self._diagnostics.request(_BY_FAMILY, body, _BY_FAMILY)
         if answer is None or answer[_STATE_AT] not in (_ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2):
             # In another state it is not the other end: the kernel also finds a socket that listens on the far port.
             return None
@@ -175,7 +175,7 @@ class _Netlink:
 
     def __init__(self, family: int) -> None:
         self._socket: Optional[socket.socket] = None
-        self._number = 0
+        self._sequence_number = 0
         with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, family)
             # The kernel answers within the call that sends the question.
@@ -186,18 +186,18 @@ class _Netlink:
         """Whether the kernel can be asked."""
         return self._socket is not None
 
-    def ask(self, kind: int, body: bytes, expected: int) -> Optional[bytes]:
+    def request(self, kind: int, body: bytes, expected: int) -> Optional[bytes]:
         """Return the answer to a question without its header; None if the answer is not of the expected kind."""
         if self._socket is None:
             return None
-        self._number = (self._number + 1) & 0xFFFFFFFF
-        header = _HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST, self._number, 0)
+        self._sequence_number = (self._sequence_number + 1) & 0xFFFFFFFF
+        header = _HEADER.pack(_HEADER.size + len(body), kind, _NLM_F_REQUEST, self._sequence_number, 0)
         try:
             self._socket.send(header + body)
             while True:
                 answer = self._socket.recv(4096)
                 _, got, _, number, _ = _HEADER.unpack_from(answer)
-                if number == self._number:
+                if number == self._sequence_number:
                     return answer[_HEADER.size :] if got == expected else None
         except OSError:
             return None

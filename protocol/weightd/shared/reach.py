@@ -55,7 +55,7 @@ class Grant(NamedTuple):
     gids: Tuple[int, ...] = ()
     directories: Tuple[str, ...] = ()
 
-    def directory(self, path: str) -> str:
+    def directory_of(self, path: str) -> str:
         """Return which of the directories contains the path by its text; "" for none."""
         parts = PurePosixPath(path).parts
         if ".." in parts:
@@ -71,31 +71,31 @@ OPERATOR = Grant()
 class Place(NamedTuple):
     """A directory, with those above it, as open descriptors from / on, and who has chosen to come here."""
 
-    way: Tuple[int, ...]
+    descriptors: Tuple[int, ...]
     authors: FrozenSet[int] = frozenset()
 
-    def named_by(self, *uids: int) -> Place:
+    def with_authors(self, *uids: int) -> Place:
         """Return the same place with further authors."""
         return self._replace(authors=self.authors | {*uids})
 
     @contextlib.contextmanager
-    def listing(self) -> Generator[Iterator[os.DirEntry[str]], None, None]:
+    def scan(self) -> Generator[Iterator[os.DirEntry[str]], None, None]:
         """Yield what is in it.
 
         Raises:
             OSError: it cannot be listed.
         """
-        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.way[-1])
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.descriptors[-1])
         try:
             with os.scandir(descriptor) as entries:
                 yield entries
         finally:
             os.close(descriptor)
 
-    def below(self, directories: Sequence[Place]) -> bool:
+    def is_within(self, directories: Sequence[Place]) -> bool:
         """Whether this is one of the directories, or lies in one of them, however deep."""
-        tops = {_identity(each.way[-1]) for each in directories}
-        return any(_identity(descriptor) in tops for descriptor in self.way)
+        tops = {_identity(each.descriptors[-1]) for each in directories}
+        return any(_identity(descriptor) in tops for descriptor in self.descriptors)
 
 
 class Reach:
@@ -106,24 +106,24 @@ class Reach:
         grant: the right by which the first path is named.
     """
 
-    def __init__(self, *, trusting: bool = False, grant: Grant = OPERATOR) -> None:
-        self._trusting = trusting
+    def __init__(self, *, is_trusting: bool = False, grant: Grant = OPERATOR) -> None:
+        self._is_trusting = is_trusting
         self._grant = grant
         # The directory of the grant that confines what is opened, and its path.
-        self._confines: Optional[Tuple[Place, str]] = None
-        self._open = contextlib.ExitStack()
+        self._confinement: Optional[Tuple[Place, str]] = None
+        self._open_descriptors = contextlib.ExitStack()
 
     def __enter__(self) -> Reach:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.close()
+        self._open_descriptors.close()
 
     def root(self) -> Place:
         """Return /."""
-        return Place((self._keep(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
+        return Place((self._close_at_exit(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
 
-    def start(self, path: str) -> Tuple[Place, str]:
+    def starting_directory(self, path: str) -> Tuple[Place, str]:
         """Return the directory from which the absolute path has to be walked, and the rest of the path.
 
         In a directory of the grant the user of the grant need not be able to read the file, but each file that is
@@ -132,26 +132,26 @@ class Reach:
         Raises:
             OSError, ValueError: as `open`.
         """
-        top = self._grant.directory(path)
-        if top:
-            place = self.directory(self.root(), top)
-            self._confines = place, top
-            return place, str(PurePosixPath(path).relative_to(top))
+        grant_directory = self._grant.directory_of(path)
+        if grant_directory:
+            directory = self.open_directory(self.root(), grant_directory)
+            self._confinement = directory, grant_directory
+            return directory, str(PurePosixPath(path).relative_to(grant_directory))
         uid = self._grant.uid
-        return (self.root() if uid is None else self.root().named_by(uid)), path
+        return (self.root() if uid is None else self.root().with_authors(uid)), path
 
-    def directory(self, start: Place, path: str) -> Place:
+    def open_directory(self, start: Place, path: str) -> Place:
         """Return the directory at `path`, seen from `start`.
 
         Raises:
             OSError, NotTheirs, ValueError: as `open`.
         """
-        place, name, _ = self._walk(start, path)
+        directory, name, _ = self._walk(start, path)
         if name:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        return place
+        return directory
 
-    def open(self, start: Place, path: str) -> Tuple[BinaryIO, Place]:
+    def open_file(self, start: Place, path: str) -> Tuple[BinaryIO, Place]:
         """Open the regular file at `path`, seen from `start`; return it and the directory in which it really is.
 
         Raises:
@@ -159,39 +159,39 @@ class Reach:
             NotTheirs: an author may not read it.
             ValueError: the path holds a NUL.
         """
-        place, name, found = self._walk(start, path)
+        directory, name, descriptor = self._walk(start, path)
         if not name:
             raise IsADirectoryError(errno.EISDIR, "expected a file, got a directory")
-        if self._confines is not None and not place.below([self._confines[0]]):
-            raise NotTheirs(f"a link leads out of {self._confines[1]}; expected a file in this directory (model_dirs)")
+        if self._confinement is not None and not directory.is_within([self._confinement[0]]):
+            raise NotTheirs(f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)")
         # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
-        status = os.fstat(found)
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "expected a file, got a special file")
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-        file = os.fdopen(os.open(name, flags, dir_fd=place.way[-1]), "rb")
+        file = os.fdopen(os.open(name, flags, dir_fd=directory.descriptors[-1]), "rb")
         try:
             now = os.fstat(file.fileno())
             if not os.path.samestat(now, status):
                 raise OSError(errno.ESTALE, "it was replaced while it was opened")
-            self._check(place.authors, file.fileno(), now, _READ, name)
+            self._check_access(directory.authors, file.fileno(), now, _READ, name)
         except BaseException:
             file.close()
             raise
-        return file, place
+        return file, directory
 
     def _walk(self, start: Place, path: str) -> Tuple[Place, str, int]:
         """Return the place to which the path leads; if that is no directory: where it lies, its name, and itself."""
-        way, authors = list(start.way), start.authors
-        names = _names(path)
+        descriptors, authors = list(start.descriptors), start.authors
+        names = _split_reversed(path)
         links = 0
         while names:
             name = names.pop()
             if name == "..":
                 # By the way that was come: a directory that is moved meanwhile leads nowhere else.
-                del way[max(1, len(way) - 1) :]
+                del descriptors[max(1, len(descriptors) - 1) :]
                 continue
-            found = self._keep(_step(way[-1], name))
+            found = self._close_at_exit(_open_entry(descriptors[-1], name))
             status = os.fstat(found)
             if stat.S_ISLNK(status.st_mode):
                 links += 1
@@ -200,27 +200,27 @@ class Reach:
                 authors |= {status.st_uid}
                 target = os.readlink("", dir_fd=found)
                 if target.startswith("/"):
-                    del way[1:]
-                names += _names(target)
+                    del descriptors[1:]
+                names += _split_reversed(target)
             elif stat.S_ISDIR(status.st_mode):
-                self._check(authors, found, status, _SEARCH, name)
-                if len(way) >= _MAX_DEPTH:
+                self._check_access(authors, found, status, _SEARCH, name)
+                if len(descriptors) >= _MAX_DEPTH:
                     raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-                way.append(found)
+                descriptors.append(found)
             elif names:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             else:
-                return Place(tuple(way), authors), name, found
-        return Place(tuple(way), authors), "", -1
+                return Place(tuple(descriptors), authors), name, found
+        return Place(tuple(descriptors), authors), "", -1
 
-    def _keep(self, descriptor: int) -> int:
-        self._open.callback(os.close, descriptor)
+    def _close_at_exit(self, descriptor: int) -> int:
+        self._open_descriptors.callback(os.close, descriptor)
         return descriptor
 
-    def _check(self, authors: FrozenSet[int], descriptor: int, status: os.stat_result, right: int, name: str) -> None:
-        for uid in () if self._trusting else sorted(authors):
+    def _check_access(self, authors: FrozenSet[int], descriptor: int, status: os.stat_result, right: int, name: str) -> None:
+        for uid in () if self._is_trusting else sorted(authors):
             groups = frozenset(self._grant.gids) if uid == self._grant.uid else None
-            if not _may(uid, groups, descriptor, status, right):
+            if not _has_right(uid, groups, descriptor, status, right):
                 what = "read" if right == _READ else "enter"
                 whose = f"uid {status.st_uid}, gid {status.st_gid}, mode {stat.S_IMODE(status.st_mode):04o}"
                 text = f"uid {uid}, who names it by a path, by a link or in a model, may not {what} {name} ({whose})"
@@ -228,7 +228,7 @@ class Reach:
                 raise NotTheirs(text + more * (uid == self._grant.uid))
 
 
-def _step(directory: int, name: str) -> int:
+def _open_entry(directory: int, name: str) -> int:
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         # What is mounted on demand is mounted for those who ask for a directory.
@@ -237,7 +237,7 @@ def _step(directory: int, name: str) -> int:
         return os.open(name, flags, dir_fd=directory)
 
 
-def _names(path: str) -> List[str]:
+def _split_reversed(path: str) -> List[str]:
     """Return the names that the path consists of, the first one last."""
     return [each for each in reversed(path.split("/")) if each not in ("", ".")]
 
@@ -247,21 +247,21 @@ def _identity(descriptor: int) -> Tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _may(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, status: os.stat_result, right: int) -> bool:
+def _has_right(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, status: os.stat_result, right: int) -> bool:
     """Return whether a user has a right; `groups`: None for those that the host knows."""
     if uid in (0, os.geteuid()):
         return True
     if uid == status.st_uid:
         return bool(status.st_mode & right << 6)
     if groups is None:
-        groups = _groups(uid)
-    entries = _acl(descriptor)
+        groups = _groups_of_user(uid)
+    entries = _read_acl(descriptor)
     if entries:
-        return _may_by_acl(entries, uid, groups, status.st_gid, right)
+        return _has_right_by_acl(entries, uid, groups, status.st_gid, right)
     return bool(status.st_mode & right << (3 if status.st_gid in groups else 0))
 
 
-def _may_by_acl(
+def _has_right_by_acl(
     entries: Sequence[Tuple[int, int, int]], uid: int, groups: FrozenSet[int], owning: int, right: int
 ) -> bool:
     """Return whether a user that is not the owner has a right, as acl(5) says."""
@@ -279,7 +279,7 @@ def _may_by_acl(
     return any(bits & right for tag, bits, _ in entries if tag == _OTHER)
 
 
-def _acl(descriptor: int) -> List[Tuple[int, int, int]]:
+def _read_acl(descriptor: int) -> List[Tuple[int, int, int]]:
     """Return the entries of the access control list; none where the file has no list."""
     try:
         content = os.getxattr(f"/proc/self/fd/{descriptor}", _ACL)
@@ -290,7 +290,7 @@ def _acl(descriptor: int) -> List[Tuple[int, int, int]]:
     return [(tag, bits, number) for tag, bits, number in _ACL_ENTRY.iter_unpack(body[:whole])]
 
 
-def _groups(uid: int) -> FrozenSet[int]:
+def _groups_of_user(uid: int) -> FrozenSet[int]:
     try:
         user = pwd.getpwuid(uid)
         return frozenset(os.getgrouplist(user.pw_name, user.pw_gid))

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, Union
 
-CONFIG_BYTES = 4 * 1024 * 1024
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
 """The most bytes of a configuration file: thousands of tables fit into far less."""
 
 

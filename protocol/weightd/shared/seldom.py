@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Dict, Optional, Tuple
 
 # Who is told apart. Of more than these all others are one.
-_MOST_TOLD_APART = 256
+_MAX_KEYS = 256
 
-_OTHERS = ""
+_OTHER_KEYS = ""
 
 
 class Seldom:
@@ -17,26 +17,26 @@ class Seldom:
         seconds: between two lines about one.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
         # When it may be told again, and how often it has happened meanwhile.
-        self._told: Dict[str, Tuple[float, int]] = {}
+        self._entries: Dict[str, Tuple[float, int]] = {}
         # None of them may be forgotten before.
         self._forget_at = 0.0
 
-    def tell(self, who: str, now: float) -> Optional[int]:
+    def record(self, key: str, now: float) -> Optional[int]:
         """It has happened once more; return how often it was not told since the last time, None if it is not to be."""
-        if who not in self._told and len(self._told) >= _MOST_TOLD_APART and now >= self._forget_at:
-            self._forget(now)
-        if who not in self._told and len(self._told) >= _MOST_TOLD_APART:
-            who = _OTHERS
-        until, untold = self._told.get(who, (now, 0))
-        if now < until:
-            self._told[who] = until, untold + 1
+        if key not in self._entries and len(self._entries) >= _MAX_KEYS and now >= self._forget_at:
+            self._drop_expired(now)
+        if key not in self._entries and len(self._entries) >= _MAX_KEYS:
+            key = _OTHER_KEYS
+        next_log_at, suppressed_count = self._entries.get(key, (now, 0))
+        if now < next_log_at:
+            self._entries[key] = next_log_at, suppressed_count + 1
             return None
-        self._told[who] = now + self._seconds, 0
-        return untold
+        self._entries[key] = now + self._interval_s, 0
+        return suppressed_count
 
-    def _forget(self, now: float) -> None:
-        self._told = {who: each for who, each in self._told.items() if now < each[0]}
-        self._forget_at = min((until for until, _ in self._told.values()), default=now)
+    def _drop_expired(self, now: float) -> None:
+        self._entries = {who: each for who, each in self._entries.items() if now < each[0]}
+        self._forget_at = min((until for until, _ in self._entries.values()), default=now)

@@ -12,16 +12,16 @@ import socket
 import time
 from typing import List, Mapping, MutableMapping, Sequence, Tuple
 
-PATIENCE_S = 2.0
+SEND_TIMEOUT_S = 2.0
 """Seconds for what is worth waiting for: the queue of a manager is short."""
 
 # sd_listen_fds(3): the first descriptor that is passed.
 _FIRST_DESCRIPTOR = 3
 
-_NAMES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
+_LISTEN_VARIABLES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 
 
-def send(address: str, message: str, descriptors: Sequence[int] = (), patience: float = PATIENCE_S) -> None:
+def send(address: str, message: str, descriptors: Sequence[int] = (), timeout_s: float = SEND_TIMEOUT_S) -> None:
     """Tell a manager something.
 
     Args:
@@ -37,7 +37,7 @@ def send(address: str, message: str, descriptors: Sequence[int] = (), patience: 
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.settimeout(patience)
+            sender.settimeout(timeout_s)
             # "@" begins the name of an abstract socket.
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendmsg([message.encode()], rights)
@@ -45,23 +45,23 @@ def send(address: str, message: str, descriptors: Sequence[int] = (), patience: 
         raise BlockingIOError(str(error)) from None
 
 
-def reloading() -> Tuple[str, str]:
+def reloading_message() -> Tuple[str, str]:
     """Return what says that a reload begins, which ends with the next READY=1."""
     # Type=notify-reload of systemd 253 tells by the time which READY=1 belongs to it.
     return "RELOADING=1", f"MONOTONIC_USEC={int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)}"
 
 
-def inherited(environment: MutableMapping[str, str]) -> List[Tuple[int, str]]:
+def take_listen_fds(environment: MutableMapping[str, str]) -> List[Tuple[int, str]]:
     """Return the descriptors that were passed to this process, with their names, and take them from the environment."""
-    found = [*_found(environment)]
-    for name in _NAMES:
+    found = [*_listen_fds(environment)]
+    for name in _LISTEN_VARIABLES:
         environment.pop(name, None)
     for descriptor, _ in found:
         os.set_inheritable(descriptor, False)
     return found
 
 
-def _found(environment: Mapping[str, str]) -> Sequence[Tuple[int, str]]:
+def _listen_fds(environment: Mapping[str, str]) -> Sequence[Tuple[int, str]]:
     count = environment.get("LISTEN_FDS", "")
     if environment.get("LISTEN_PID") != str(os.getpid()) or not count.isdecimal():
         return ()

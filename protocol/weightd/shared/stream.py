@@ -11,16 +11,16 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import HEADS, LARGE_BYTES, Incoming, Message, Outgoing, head
+from weightd.protocol.framing import PREFIX_PACKERS, LARGE_BYTES, Incoming, Message, Outgoing, message_prefix
 
 # What is read at once, unless a large frame is under way.
 _CHUNK_BYTES = 64 * 1024
 
 # What the kernel keeps where it is told to keep much; it counts twice as much for what it needs itself.
-_MUCH_BYTES = 256 * 1024
+_SEND_BUFFER_BYTES = 256 * 1024
 
 # Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
-_JOINED_BYTES = 16 * 1024
+_MAX_JOINED_BYTES = 16 * 1024
 
 # Descriptors that wait to be taken: a message may bring one.
 _MAX_DESCRIPTORS = 4
@@ -30,12 +30,12 @@ _MAX_DESCRIPTORS = 4
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
-def keep_much(connection: socket.socket) -> None:
+def enlarge_send_buffer(connection: socket.socket) -> None:
     """Have the kernel keep more of what a peer has not read yet: messages that go together then arrive together.
 
     That memory is the sender's, so this is not for peers that nobody knows.
     """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MUCH_BYTES)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
 
 class Stream:
@@ -52,17 +52,17 @@ class Stream:
     """
 
     def __init__(
-        self, connection: socket.socket, incoming: Optional[Incoming] = None, *, takes_descriptors: bool = False
+        self, connection: socket.socket, incoming: Optional[Incoming] = None, *, accepts_descriptors: bool = False
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.incoming = incoming or Incoming()
+        self.frame_reader = incoming or Incoming()
         self.descriptors: Deque[int] = deque()
         self.has_more = False
-        self._takes_descriptors = takes_descriptors
-        self._outgoing = Outgoing()
+        self._accepts_descriptors = accepts_descriptors
+        self._frame_writer = Outgoing()
         # Small messages that wait for those that come after them; None where none do.
-        self._held: Optional[List[bytes]] = None
+        self._corked: Optional[List[bytes]] = None
         # Bound once: they are called for each message.
         self._send, self._recv = connection.send, connection.recv
 
@@ -73,7 +73,7 @@ class Stream:
     @property
     def unsent(self) -> int:
         """How many bytes wait until the peer reads: `flush` when the socket can be written to."""
-        return self._outgoing.nbytes
+        return self._frame_writer.nbytes
 
     def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
         """Send a message, or as much of it as goes now; return whether nothing is left.
@@ -87,59 +87,59 @@ class Stream:
         """
         lengths = [*map(len, frames)]
         size = sum(lengths)
-        beginning = HEADS[len(lengths)](len(lengths), *lengths)
-        if size > _JOINED_BYTES or descriptors or self._outgoing.nbytes:
-            if self._held:
-                self.let_go()
-                self.hold()
-            return self._send_pieces([beginning, *frames], descriptors)
-        message = beginning + b"".join(frames)
-        if self._held is not None:
-            self._held.append(message)
+        prefix = PREFIX_PACKERS[len(lengths)](len(lengths), *lengths)
+        if size > _MAX_JOINED_BYTES or descriptors or self._frame_writer.nbytes:
+            if self._corked:
+                self.uncork()
+                self.cork()
+            return self._send_chunks([prefix, *frames], descriptors)
+        message = prefix + b"".join(frames)
+        if self._corked is not None:
+            self._corked.append(message)
             return True
         try:
             sent = self._send(message)
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise self._end_of(error) from None
+            raise self._connection_error(error) from None
         if sent == len(message):
             return True
-        self._outgoing.put([memoryview(message)[sent:]])
+        self._frame_writer.put([memoryview(message)[sent:]])
         return False
 
-    def hold(self) -> None:
+    def cork(self) -> None:
         """Keep small messages back until `let_go`, so that they go with one call of the kernel."""
-        if self._held is None:
-            self._held = []
+        if self._corked is None:
+            self._corked = []
 
-    def let_go(self) -> bool:
+    def uncork(self) -> bool:
         """Send what was kept back, or as much of it as goes now; return whether nothing is left.
 
         Raises:
             ConnectionError: as for `send`.
         """
-        held, self._held = self._held, None
-        if not held:
+        corked, self._corked = self._corked, None
+        if not corked:
             # Who waits for what is left calls `flush`, and has to know when it is gone.
-            return not self._outgoing.nbytes
-        self._outgoing.put(held)
+            return not self._frame_writer.nbytes
+        self._frame_writer.put(corked)
         return self.flush()
 
-    def _send_pieces(self, pieces: List[Any], descriptors: Sequence[int]) -> bool:
+    def _send_chunks(self, chunks: List[Any], descriptors: Sequence[int]) -> bool:
         """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""
-        if not self._outgoing.nbytes:
+        if not self._frame_writer.nbytes:
             try:
-                sent = self.connection.sendmsg(pieces, _rights(descriptors))
+                sent = self.connection.sendmsg(chunks, _rights(descriptors))
             except BlockingIOError:
                 pass
             except OSError as error:
-                raise self._end_of(error) from None
+                raise self._connection_error(error) from None
             else:
-                self._outgoing.put(pieces)
-                self._outgoing.wrote(sent)
-                return not self._outgoing.nbytes
-        self._outgoing.put(pieces, [os.dup(each) for each in descriptors])
+                self._frame_writer.put(chunks)
+                self._frame_writer.on_written(sent)
+                return not self._frame_writer.nbytes
+        self._frame_writer.put(chunks, [os.dup(each) for each in descriptors])
         return False
 
     def queue(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
@@ -148,7 +148,7 @@ class Stream:
         Raises:
             OSError: there is no number for a copy of a descriptor; the message is not queued.
         """
-        self._outgoing.put([head(frames), *frames], [os.dup(each) for each in descriptors])
+        self._frame_writer.put([message_prefix(frames), *frames], [os.dup(each) for each in descriptors])
 
     def flush(self) -> bool:
         """Send what is left; return whether nothing is left now.
@@ -156,20 +156,20 @@ class Stream:
         Raises:
             ConnectionError: as for `send`.
         """
-        while self._outgoing.nbytes:
-            pieces, descriptors = self._outgoing.next()
+        while self._frame_writer.nbytes:
+            pieces, descriptors = self._frame_writer.next_chunks()
             try:
                 sent = self.connection.sendmsg(pieces, _rights(descriptors))
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise self._end_of(error) from None
-            self._outgoing.wrote(sent)
+                raise self._connection_error(error) from None
+            self._frame_writer.on_written(sent)
             for each in descriptors:
                 os.close(each)
         return True
 
-    def _end_of(self, error: OSError) -> OSError:
+    def _connection_error(self, error: OSError) -> OSError:
         """Return what an error of the kernel is to who sends: the stream may have been cut anywhere."""
         if error.errno not in (errno.ENOMEM, errno.ENOBUFS):
             return error
@@ -184,15 +184,15 @@ class Stream:
             ConnectionError: the peer has gone.
             RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
         """
-        incoming = self.incoming
+        incoming = self.frame_reader
         self.has_more = False
         try:
-            if incoming.missing >= LARGE_BYTES:
+            if incoming.missing_bytes >= LARGE_BYTES:
                 return self._receive_in_place(incoming)
-            if self._takes_descriptors:
+            if self._accepts_descriptors:
                 data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
                 if ancillary:
-                    self._take(ancillary)
+                    self._collect_descriptors(ancillary)
             else:
                 data = self._recv(_CHUNK_BYTES)
         except BlockingIOError:
@@ -204,19 +204,19 @@ class Stream:
 
     def _receive_in_place(self, incoming: Incoming) -> List[Message]:
         """Read a part of a large frame to where it stays."""
-        if self._takes_descriptors:
+        if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(
-                [incoming.target()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                [incoming.read_buffer()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
             if ancillary:
-                self._take(ancillary)
+                self._collect_descriptors(ancillary)
         else:
-            count = self.connection.recv_into(incoming.target())
+            count = self.connection.recv_into(incoming.read_buffer())
         if not count:
             raise ConnectionResetError("the peer has gone")
-        return incoming.filled(count)
+        return incoming.on_filled(count)
 
-    def _take(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
+    def _collect_descriptors(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
         for level, kind, content in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 received = array.array("i")
@@ -228,7 +228,7 @@ class Stream:
     def close(self) -> None:
         """Close the connection, and the descriptors that nobody has taken or that were not sent."""
         self.connection.close()
-        for each in (*self.descriptors, *self._outgoing.clear()):
+        for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)
         self.descriptors.clear()
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, got, label
+from weightd.protocol.schema import FieldError, Kind, Metadata, describe_value, label
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ _FIRST_STEP = re.compile(r"\.([^.\[]*)")
 MAX_SECONDS = 365 * 86_400.0
 
 # No known key is longer, and what is compared is foreign.
-_COMPARED = 64
+_MAX_COMPARED_CHARACTERS = 64
 
 
 class Problems:
@@ -31,29 +31,29 @@ class Problems:
 
     def __init__(self) -> None:
         self.errors: list[FieldError] = []
-        self._first = 0  # of those that were found within the block
+        self._block_start = 0  # of those that were found within the block
 
     @contextlib.contextmanager
     def at(self, step: str) -> Generator[None, None, None]:
         """What is found within the block lies below `step`; a FieldError that leaves the block is found, too."""
-        outer, self._first = self._first, len(self.errors)
+        outer, self._block_start = self._block_start, len(self.errors)
         try:
             yield
         except FieldError as error:
             self.errors.append(error)
         finally:
-            for each in self.errors[self._first :]:
+            for each in self.errors[self._block_start :]:
                 each.at(step)
-            self._first = outer
+            self._block_start = outer
 
-    def note(self, errors: Iterable[FieldError], *needed: str) -> None:
+    def add(self, errors: Iterable[FieldError], *required_keys: str) -> None:
         """Add errors, but not if one of the needed keys is wrong itself: they would follow from its default."""
-        if not needed or self.wrong().isdisjoint(needed):
+        if not required_keys or self.wrong_keys().isdisjoint(required_keys):
             self.errors += errors
 
-    def wrong(self) -> set[str]:
+    def wrong_keys(self) -> set[str]:
         """Return the keys with which something is wrong, of those within the block."""
-        matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._first :])
+        matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._block_start :])
         return {match.group(1) for match in matches if match}
 
 
@@ -62,12 +62,12 @@ def derived(metadata: Metadata) -> Mapping[str, Any]:
     return {**metadata, "derived": True}
 
 
-def keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+def table_keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     """Return the fields of a table that are keys of the file."""
     return [field for field in dataclasses.fields(cls) if not field.metadata.get("derived")]
 
 
-def read(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
+def read_table(cls: type[T], table: object, problems: Problems, *, section: str = "") -> T:
     """Return the table as a `cls`, with the default in the place of every key that is wrong.
 
     Args:
@@ -79,44 +79,44 @@ def read(cls: type[T], table: object, problems: Problems, *, section: str = "") 
     Raises:
         FieldError: it is no table, or not this one but a part of the name of another.
     """
-    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in keys(cls)}
+    kinds: dict[str, Kind] = {field.name: field.metadata["kind"] for field in table_keys(cls)}
     if type(table) is not dict:
-        raise FieldError(f"expected a table, got {got(table)}")
-    given = cast("dict[str, Any]", table)
-    quoted = {key: _quoted(section, key, value, kinds) for key, value in given.items() if key not in kinds}
-    if any(quoted.values()) and kinds.keys().isdisjoint(given):
+        raise FieldError(f"expected a table, got {describe_value(table)}")
+    given_keys = cast("dict[str, Any]", table)
+    quoted = {key: _quoting_hint(section, key, value, kinds) for key, value in given_keys.items() if key not in kinds}
+    if any(quoted.values()) and kinds.keys().isdisjoint(given_keys):
         *others, last = (FieldError(text).at(f".{label(key)}") for key, text in quoted.items() if text)
-        problems.note(others)
+        problems.add(others)
         raise last
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in given_keys.items():
         with problems.at(f".{label(key)}"):
             kind = kinds.get(key)
             if kind is None:
                 # A YAML may have one that is no text.
-                raise FieldError(quoted[key] or unknown("key", str(key), kinds))
-            values[key] = read(kind.record, value, problems) if kind.record else kind.check(value)
-    for field in keys(cls):
+                raise FieldError(quoted[key] or unknown_name_text("key", str(key), kinds))
+            values[key] = read_table(kind.record, value, problems) if kind.record else kind.check(value)
+    for field in table_keys(cls):
         required = field.default is dataclasses.MISSING
-        if required and field.name not in given:
-            problems.note([FieldError("missing").at(f".{field.name}")])
+        if required and field.name not in given_keys:
+            problems.add([FieldError("missing").at(f".{field.name}")])
         values.setdefault(field.name, None if required else field.default)
     return cls(**values)
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
+def unknown_name_text(what: str, name: str, known: Iterable[str]) -> str:
     """Say that there is no such key or table; and which was meant, or what there is."""
-    meant = _close(name, known)
-    return f"unknown {what}; " + (f"did you mean {meant}?" if meant else f"expected one of {', '.join(known)}")
+    suggestion = _closest_name(name, known)
+    return f"unknown {what}; " + (f"did you mean {suggestion}?" if suggestion else f"expected one of {', '.join(known)}")
 
 
-def _close(name: str, known: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(name[:_COMPARED].lower(), list(known), 1)), "")
+def _closest_name(name: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name[:_MAX_COMPARED_CHARACTERS].lower(), list(known), 1)), "")
 
 
-def _quoted(section: str, key: str, value: object, kinds: Mapping[str, Kind]) -> str:
+def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, Kind]) -> str:
     """How to write a table that is none for TOML: [models.resnet.v1] is `v1` in `resnet`. "" if it is not that."""
-    if not section or type(value) is not dict or _close(key, [name for name, kind in kinds.items() if kind.record]):
+    if not section or type(value) is not dict or _closest_name(key, [name for name, kind in kinds.items() if kind.record]):
         return ""
     name = key
     inner = cast("dict[str, Any]", value)

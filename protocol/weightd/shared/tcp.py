@@ -7,7 +7,7 @@ from typing import Tuple
 
 MAX_PORT = 65535
 
-FORM = f"tcp://HOST:PORT, PORT from 1 to {MAX_PORT}"
+EXPECTED_FORM = f"tcp://HOST:PORT, PORT from 1 to {MAX_PORT}"
 """For people: what `is_address` takes."""
 
 _ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
@@ -22,7 +22,7 @@ def is_address(address: str) -> bool:
     return match is not None and 1 <= int(match.group(2)) <= MAX_PORT
 
 
-def parts(address: str) -> Tuple[str, int]:
+def split_address(address: str) -> Tuple[str, int]:
     """Return host and port of what `is_address` takes; an IPv6 host is in brackets.
 
     Raises:

@@ -38,11 +38,11 @@ class Terminal:
         self._stat = stat
         fields = _fields(stat)
         is_foreground = fields[_TERMINAL] != "0" and fields[_FOREGROUND_GROUP] == fields[_GROUP]
-        self._ends_with_it = is_foreground and ends_on_hangup()
+        self._ends_with_terminal = is_foreground and ends_on_hangup()
 
     def has_closed(self) -> bool:
         """Return whether the process should end because its terminal has closed."""
-        return self._ends_with_it and _fields(self._stat)[_TERMINAL] == "0"
+        return self._ends_with_terminal and _fields(self._stat)[_TERMINAL] == "0"
 
 
 def _fields(stat: Path) -> List[str]:

@@ -12,7 +12,7 @@ _PR_SET_MM_MAP = 14
 _NO_FILE = 0xFFFFFFFF
 
 # Of /proc/self/stat, after the name. The other members are no numbers that it has.
-_PLACES = (
+_STAT_FIELDS = (
     *(("start_code", 23), ("end_code", 24), ("start_data", 42), ("end_data", 43), ("start_brk", 44)),
     *(("start_stack", 25), ("arg_start", 45), ("arg_end", 46), ("env_start", 47), ("env_end", 48)),
 )
@@ -44,9 +44,9 @@ class Title:
         except (OSError, ValueError, IndexError):
             self._map = None
         # What the kernel shows stays where it is for the life of the process.
-        self._shown: Any = None
+        self._title_buffer: Any = None
 
-    def write(self, words: Sequence[str]) -> None:
+    def set_title(self, words: Sequence[str]) -> None:
         """Have the words be the command line of this process.
 
         Where the kernel lets it, it is told where they are. Else they take the place of those before, which keeps its
@@ -59,14 +59,14 @@ class Title:
         buffer = ctypes.create_string_buffer(line, len(line))
         self._map.arg_start = ctypes.addressof(buffer)
         self._map.arg_end = self._map.arg_start + len(line)
-        if self._tell():
-            self._shown = buffer
+        if self._set_kernel_map():
+            self._title_buffer = buffer
         else:
             self._map.arg_start, self._map.arg_end = begin, end
             # It ends with a NUL as before: without one the kernel shows what lies behind, too.
             ctypes.memmove(begin, line[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
-    def _tell(self) -> bool:
+    def _set_kernel_map(self) -> bool:
         # Of all that it is told this alone may be another meanwhile.
         self._map.brk = self._libc.sbrk(0)
         words = [
@@ -80,4 +80,4 @@ class Title:
 
 def _map() -> _Map:
     fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
-    return _Map(exe_fd=_NO_FILE, **{name: int(fields[place]) for name, place in _PLACES})
+    return _Map(exe_fd=_NO_FILE, **{name: int(fields[place]) for name, place in _STAT_FIELDS})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Dict
 
 # Full buckets are dropped when the table has grown to twice its size after the last time.
-_LEAST_KEPT = 1024
+_MIN_DROP_SIZE = 1024
 
 
 class TokenBucket:
@@ -50,15 +50,15 @@ class TokenBuckets:
         self._rate = rate
         self._burst = burst
         self._buckets: Dict[str, TokenBucket] = {}
-        self._drop_at = _LEAST_KEPT
+        self._drop_at = _MIN_DROP_SIZE
 
     def take(self, key: str, now: float) -> bool:
         """Take one token of a key, if it has one; return whether it had."""
-        return not self._rate or self._of(key, now).take(self._rate, self._burst, now)
+        return not self._rate or self._bucket(key, now).take(self._rate, self._burst, now)
 
     def has_one(self, key: str, now: float) -> bool:
         """Return whether `take` would succeed."""
-        return not self._rate or self._of(key, now).tokens(self._rate, self._burst, now) >= 1.0
+        return not self._rate or self._bucket(key, now).tokens(self._rate, self._burst, now) >= 1.0
 
     def charge(self, key: str, tokens: float, now: float) -> None:
         """Take so many tokens of a key, also those that it does not have yet, up to one burst.
@@ -66,13 +66,13 @@ class TokenBuckets:
         A negative number gives tokens back.
         """
         if self._rate:
-            self._of(key, now).charge(tokens, self._rate, self._burst, now)
+            self._bucket(key, now).charge(tokens, self._rate, self._burst, now)
 
     def __len__(self) -> int:
         """Return how many keys are kept."""
         return len(self._buckets)
 
-    def _of(self, key: str, now: float) -> TokenBucket:
+    def _bucket(self, key: str, now: float) -> TokenBucket:
         bucket = self._buckets.get(key)
         if bucket is None:
             if len(self._buckets) >= self._drop_at:
@@ -83,4 +83,4 @@ class TokenBuckets:
     def _drop_full(self, now: float) -> None:
         rate, burst = self._rate, self._burst
         self._buckets = {key: each for key, each in self._buckets.items() if each.tokens(rate, burst, now) < burst}
-        self._drop_at = max(_LEAST_KEPT, 2 * len(self._buckets))
+        self._drop_at = max(_MIN_DROP_SIZE, 2 * len(self._buckets))

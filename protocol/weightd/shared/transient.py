@@ -31,7 +31,7 @@ TRANSIENT_ERRNOS = frozenset(
 )
 
 # What Python and C++ say instead of an errno.
-_WORDS = (
+_TRANSIENT_TEXTS = (
     *(os.strerror(each) for each in sorted(TRANSIENT_ERRNOS)),
     "can't start new thread",
     "bad_alloc",
@@ -53,6 +53,6 @@ def is_transient(error: Optional[BaseException]) -> bool:
     return False
 
 
-def mentions_transient(words: str) -> bool:
+def mentions_transient(log_text: str) -> bool:
     """Return whether the last words of a process's log name a cause that may go away by itself."""
-    return any(each in words for each in _WORDS)
+    return any(each in log_text for each in _TRANSIENT_TEXTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightd.protocol.schema import FieldError, Kind, Metadata, shown, text
+from weightd.protocol.schema import FieldError, Kind, Metadata, short_repr, text
 
 
 def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
@@ -14,9 +14,9 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
     def check(value: Any) -> str:
         checked: str = kind.check(value)
         if "\0" in checked:
-            raise FieldError(f"expected text without a NUL character, got {shown(checked)}")
+            raise FieldError(f"expected text without a NUL character, got {short_repr(checked)}")
         if checked == "~" or (checked.startswith("~") and "/" in checked):
-            raise FieldError(f"expected a path without ~, which is not expanded, got {shown(checked)}")
+            raise FieldError(f"expected a path without ~, which is not expanded, got {short_repr(checked)}")
         return checked
 
     return {"kind": Kind(check, check, check, kind.description)}

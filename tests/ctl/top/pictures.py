@@ -16,9 +16,9 @@ def picture(*names: str) -> Overview:
             looks.counted(name, (second * 100**index, 0, 0, 0), workers=4, queued=len(names) - index)
             for index, name in enumerate(names)
         ]
-        history.counted(looks.metrics(float(second), *models, tenants=[looks.tenant("research", share=0.5)]))
+        history.on_metrics(looks.metrics(float(second), *models, tenants=[looks.tenant("research", share=0.5)]))
     statuses = [
         looks.model(name, looks.processes(name, 4, private=10 * MB, weights=100 * MB), copy=100 * MB) for name in names
     ]
-    history.looked(looks.status(1.0, *statuses))
+    history.on_status(looks.status(1.0, *statuses))
     return history.overview()

@@ -105,23 +105,23 @@ def test_the_row_that_is_selected_is_marked() -> None:
 
 def test_what_has_failed_is_seen() -> None:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
+    history.on_metrics(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
     lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
     assert ("failed", Style.BAD) in [piece for each in lines for piece in each.pieces]
 
 
 def test_how_far_a_model_is_stands_for_its_state() -> None:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("new", state="attaching", ready=False)))
-    history.looked(looks.status(1.0, looks.model("new", progress="attaching 3/8")))
+    history.on_metrics(looks.metrics(1.0, looks.counted("new", state="attaching", ready=False)))
+    history.on_status(looks.status(1.0, looks.model("new", progress="attaching 3/8")))
     lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
     assert "new    attaching 3/8" in "\n".join(each.text for each in lines)
 
 
 def test_whoever_sees_its_own_alone_is_told_so() -> None:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("m", processes=())))
-    history.looked(looks.status(1.0, pid=0))
+    history.on_metrics(looks.metrics(1.0, looks.counted("m", processes=())))
+    history.on_status(looks.status(1.0, pid=0))
     lines = [each.text for each in draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)]
     assert lines[3] == "only this tenant's own requests are shown: it may not see the status of others"
     assert lines[6].split() == ["m", "serving", "-", "-", "-", "0", "-", "-", "-", "-"]

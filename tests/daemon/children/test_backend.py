@@ -40,7 +40,7 @@ from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.request import Request
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import head
+from weightd.protocol.framing import message_prefix
 from weightd.protocol.messages.children import (
     TO_CHILD,
     Attach,
@@ -142,7 +142,7 @@ class Scene:
         if by_lane:
             # More than is read at once.
             pong = encode(Pong())
-            self.lane.connection.send((head(pong) + pong[0]) * 4000)
+            self.lane.connection.send((message_prefix(pong) + pong[0]) * 4000)
             self.lane.send(message)
         else:
             self.worker.send_multipart(message)

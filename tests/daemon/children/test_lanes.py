@@ -50,7 +50,7 @@ class Scene:
     def connect(self) -> Stream:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self.path))
-        self.children.append(Stream(connection, takes_descriptors=True))
+        self.children.append(Stream(connection, accepts_descriptors=True))
         return self.children[-1]
 
     def until(self, done: Callable[[], object]) -> None:
@@ -131,10 +131,10 @@ def test_that_several_messages_have_come_at_once_is_told_before_they_are_heard(s
     scene.loop.run_once(30)
     child.send([b"one"])
     scene.loop.run_once(30)
-    child.hold()
+    child.cork()
     child.send([b"two"])
     child.send([b"three"])
-    child.let_go()
+    child.uncork()
     scene.loop.run_once(30)
     assert scene.heard == [("w1", [b"one"]), ("", "several"), ("w1", [b"two"]), ("w1", [b"three"])]
 

@@ -25,7 +25,7 @@ from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.loop import Loop
-from weightd.shared.modelfile import identity, model_files
+from weightd.shared.modelfile import files_identity, model_files
 from weightd.shared.reach import OPERATOR, Grant
 
 SHA = "5" * 64
@@ -93,7 +93,7 @@ def test_a_snapshot_is_told_with_what_it_holds(scene: Scene, tmp_path: Path) -> 
     [(source, snapshot)] = scene.told
     assert source == scene.source
     assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
-    assert snapshot.identity == identity(model_files(Path(snapshot.path)))
+    assert snapshot.identity == files_identity(model_files(Path(snapshot.path)))
     copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
     assert scene.pinning.copy_progress("m", scene.source) == (7, 7)
     assert scene.pinning.copy_progress("m", replace(scene.source, number=4)) is None
@@ -156,7 +156,7 @@ def test_a_model_that_is_cut_has_a_snapshot_of_all_its_slices(scene: Scene, tmp_
     assert snapshot.sha256 == hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
     for rank, each in enumerate(snapshot.slices):
         assert (each.sha256, each.nbytes, Path(each.path).name) == (digests[rank], 7, f"m{rank}.mindir")
-        assert each.identity == identity(model_files(Path(each.path)))
+        assert each.identity == files_identity(model_files(Path(each.path)))
         assert Path(each.group_info).read_text() == "g"
     assert [Path(each).read_text() for each in snapshot.tables] == ["t0.json", "t1.json"]
     assert all(Path(each).is_relative_to(scene.directory) for each in snapshot.tables)

@@ -22,7 +22,7 @@ from testkit import models
 from weightd.daemon.children import meter, snapshotter
 from weightd.daemon.children.meter import Meter
 from weightd.daemon.children.snapshotter import Order, Single, Wanted
-from weightd.shared.modelfile import ModelFileError, digest, identity, model_files
+from weightd.shared.modelfile import ModelFileError, digest, files_identity, model_files
 
 CONTENT = bytes(range(256)) * 1000
 
@@ -71,7 +71,7 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
         copy, sha256, nbytes, known, _ = Path(taken.path), *taken[1:]
         assert (copy, names(directory)) == (directory / path.name, expected)
         assert sha256 == digest(copy) == digest(path)
-        assert known == identity(model_files(copy))
+        assert known == files_identity(model_files(copy))
         assert nbytes == sum(file.nbytes for file in model_files(path))
         assert {mode(each) for each in directory.rglob("*")} == {0o400, *([0o700] if path == graph else [])}
         assert (mode(directory), copy.is_symlink()) == (0o700, False)
@@ -127,7 +127,7 @@ def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
     monkeypatch.setattr(snapshotter, "_copy", mock.Mock(side_effect=AssertionError("copied")))
     again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert again == (str(tmp_path / "again" / "big.onnx"), *first[1:3], again.identity, first.source_identity)
-    assert again.identity == identity(model_files(Path(again.path)))
+    assert again.identity == files_identity(model_files(Path(again.path)))
     shutil.rmtree(directory)
     assert digest(Path(again.path)) == first.sha256 == digest(model)
 

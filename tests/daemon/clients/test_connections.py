@@ -28,7 +28,7 @@ from weightd.daemon.requests.request import Origin
 from weightd.daemon.tenants.directory import Proof
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.framing import Message, head
+from weightd.protocol.framing import Message, message_prefix
 from weightd.shared import memfd
 from weightd.shared.stream import Stream
 
@@ -97,7 +97,7 @@ def hall() -> Iterator[Hall]:
 
 
 def message(*frames: bytes) -> bytes:
-    return b"".join([head(frames), *frames])
+    return b"".join([message_prefix(frames), *frames])
 
 
 def test_who_sends_a_byte_at_a_time_makes_nobody_wait(hall: Hall) -> None:
@@ -161,7 +161,7 @@ def test_a_message_that_has_begun_takes_room_until_it_is_there(hall: Hall) -> No
     other = Stream(hall.come())
     other.send([b"other", b"d", bytes(ROOM)])
     hall.until(lambda: other.flush() and hall.messages)
-    assert (hall.frames, hall.messages[0][1].is_whole) == ([[b"other", b"d"]], False)
+    assert (hall.frames, hall.messages[0][1].is_complete) == ([[b"other", b"d"]], False)
     rest = Stream(client)
     rest.connection.setblocking(False)
     left = memoryview(sent)[100_000:]

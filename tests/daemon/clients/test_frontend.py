@@ -24,7 +24,7 @@ from weightd.daemon.requests.signature import Signature, Waiter
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory, Proof
 from weightd.protocol import limits
-from weightd.protocol.codec import Decoder, decode, encode, request_items
+from weightd.protocol.codec import Decoder, decode, encode, max_request_items
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.framing import Message
 from weightd.protocol.messages.children import Built, Result
@@ -432,7 +432,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     FakeModel.desk.signature.learn(built)
     error = refusal("m")
     assert (error.id, error.code) == ("m", "INVALID_ARGUMENT")
-    expected = f"infer: description: expected at most {request_items(1, 1)} items, got at least "
+    expected = f"infer: description: expected at most {max_request_items(1, 1)} items, got at least "
     assert error.error.startswith(expected)
     # Neither that it exists nor what it takes is told to who does not see it.
     for name in ("hidden", "none"):

@@ -25,7 +25,7 @@ from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.codec import decode, encode
 from weightd.protocol.errors import Cancelled, InvalidArgument
-from weightd.protocol.framing import head
+from weightd.protocol.framing import message_prefix
 from weightd.protocol.messages.children import Result
 from weightd.protocol.messages.data import (
     Error,
@@ -249,7 +249,7 @@ def test_a_socket_that_lingers_holds_nobody_up_wherever_it_comes(world: World, w
     begin = time.monotonic()
     with theirs:
         if where == "within a large frame":
-            client.connection.send(head([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
+            client.connection.send(message_prefix([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
             world.until(lambda: world.frontend.memory_budget.used_bytes)
         if where == "after the end":
             client.connection.send(b"GET / HTTP/1.1\r\n")

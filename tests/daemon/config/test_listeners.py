@@ -10,7 +10,7 @@ from weightd.daemon.config.load import Config, ConfigError, parse
 from weightd.protocol import limits
 from weightd.shared import keys as keys_module
 from weightd.shared import tcp
-from weightd.shared.keys import text_of
+from weightd.shared.keys import format_key_file
 
 DEFAULT = "ipc:///run/w/weightd.sock"
 
@@ -73,7 +73,7 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         ({"a": {"address": 3}}, "listeners.a.address: expected text*"),
         ({"-a": {"address": "ipc:///a"}}, "listeners.-a: expected a listener name of 1 to 64 ASCII letters, *"),
         *(
-            (at(address), f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got {address!r}")
+            (at(address), f"listeners.l0.address: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got {address!r}")
             for address in ("/run/a", "ipc://a", "unix:///run/a", "tcp://127.0.0.1:0", "ipc:///run/")
         ),
         (at("ipc:///" + "a" * 107), "listeners.l0.address: expected a socket path of at most 107 bytes, got 108: *"),
@@ -139,9 +139,9 @@ SECRET, PUBLIC = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs", "Yne@$w-vo<fVvi]a<N
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    (tmp_path / "listener.key").write_text(text_of(keys_module.SECRET, SECRET))
+    (tmp_path / "listener.key").write_text(format_key_file(keys_module.SECRET, SECRET))
     (tmp_path / "listener.key").chmod(0o600)
-    (tmp_path / "ann.pub").write_text(text_of(keys_module.PUBLIC, PUBLIC))
+    (tmp_path / "ann.pub").write_text(format_key_file(keys_module.PUBLIC, PUBLIC))
     return tmp_path
 
 

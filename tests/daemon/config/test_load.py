@@ -147,7 +147,7 @@ def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []
-    wrong = Problems.wrong
+    wrong = Problems.wrong_keys
 
     def counted(problems: Problems) -> set[str]:
         calls.append(None)
@@ -291,7 +291,7 @@ REFUSED_OF_A_MODEL = [
 REFUSED_SOCKETS = [
     (
         f'[daemon]\nsocket = "{socket}"\n{MODEL}',
-        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.FORM}, got '{socket}'",
+        f"daemon.socket: expected ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}, got '{socket}'",
     )
     for socket in (
         *("ipc://relative/a.sock", "ipc://@abstract", "ipc:///", "ipc:///run/", "/run/a.sock", "inproc://a"),
@@ -396,7 +396,7 @@ INNER_KEYS = {
 
 def test_every_key_is_tried() -> None:
     assert set(DAEMON_KEYS) == {each.name for each in dataclasses.fields(DaemonConfig)}
-    assert set(MODEL_KEYS) == {each.name for each in tables.keys(ModelConfig)}
+    assert set(MODEL_KEYS) == {each.name for each in tables.table_keys(ModelConfig)}
     for name, keys in INNER_KEYS.items():
         assert set(keys) == {each.name for each in dataclasses.fields(getattr(ModelConfig, name))}
 

@@ -11,7 +11,7 @@ import pytest
 from weightd.daemon.config.load import Config, ConfigError, parse
 from weightd.daemon.config.tenants import TenantConfig, find_warnings
 from weightd.protocol import limits
-from weightd.shared.keys import PUBLIC, SECRET, text_of
+from weightd.shared.keys import PUBLIC, SECRET, format_key_file
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 OTHER = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
@@ -43,7 +43,7 @@ def refusals(base: Path, tenants: Any) -> list[str]:
 
 def write_key(path: Path, key: str = KEY, kind: str = PUBLIC) -> Path:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text_of(kind, key), "ascii")
+    path.write_text(format_key_file(kind, key), "ascii")
     path.chmod(0o600)
     return path
 

@@ -17,7 +17,7 @@ from weightd.daemon.continuity.handover import Handover, HandoverError
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.generations.records import ChildRecord, GenerationRecord, SealRecord
 from weightd.daemon.models.records import DeviceRecord, ModelRecord, SourceRecord
-from weightd.protocol.messages.children import PROTOCOL, Built, Hello, Traits
+from weightd.protocol.messages.children import CHILD_PROTOCOL_VERSION, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import DeviceMemory
 from weightd.protocol.version import VERSION
@@ -85,10 +85,10 @@ def names(path: Path) -> list[str]:
 def test_what_was_written_last_is_read(path: Path) -> None:
     other = dataclasses.replace(MODEL, name="n", previous=0)
     handover.write(path, [MODEL, other], DEVICES)
-    assert handover.read(path) == Handover(VERSION, PROTOCOL, (MODEL, other), tuple(DEVICES))
+    assert handover.read(path) == Handover(VERSION, CHILD_PROTOCOL_VERSION, (MODEL, other), tuple(DEVICES))
     assert names(path) == ["handover"]
     handover.write(path, [], [])
-    assert handover.read(path) == Handover(VERSION, PROTOCOL, (), ())
+    assert handover.read(path) == Handover(VERSION, CHILD_PROTOCOL_VERSION, (), ())
     # Another version with the same protocol can be gone on with.
     path.write_text(path.read_text().replace(f'"{VERSION}"', '"9.9"'))
     assert handover.read(path).version == "9.9"
@@ -116,8 +116,8 @@ def test_what_is_not_json(path: Path, content: bytes) -> None:
     assert refusal(path).startswith(f"{path}: not JSON: ")
 
 
-LATER = PROTOCOL + 1
-LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {PROTOCOL}"
+LATER = CHILD_PROTOCOL_VERSION + 1
+LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {CHILD_PROTOCOL_VERSION}"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
         ({}, {"devices": [{"name": "cpu", "free": -1}]}, "{}: devices[0].free"),
         ({}, {"surprise": 1}, "{}: surprise"),
         ({}, {"version": 3}, "{}: version"),
-        ({}, {"protocol": float(PROTOCOL)}, "{}: protocol"),
+        ({}, {"protocol": float(CHILD_PROTOCOL_VERSION)}, "{}: protocol"),
         ({"source": 1}, {}, "{}: models[0].source: expected the number of one of its sources, got 1"),
         (
             {"generations": (dataclasses.replace(GENERATION, source=1),)},

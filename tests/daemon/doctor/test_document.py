@@ -47,7 +47,7 @@ def test_the_configurations_are_good(block: str) -> None:
 def test_every_option_for_a_card_is_listed() -> None:
     (table,) = re.findall(r"^\| key of `\[models\.NAME\.mindspore_lite\]`.*?\n\n", TEXT, re.DOTALL | re.MULTILINE)
     keys = {key for row in table.strip().splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
-    assert keys == {field.name for field in config_tables.keys(MindSporeLiteOptions)} - CPU_OPTIONS
+    assert keys == {field.name for field in config_tables.table_keys(MindSporeLiteOptions)} - CPU_OPTIONS
 
 
 def test_the_example_of_memory() -> None:

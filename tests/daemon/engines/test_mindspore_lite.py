@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
-from weightd.protocol.schema import FieldError, decode, describe
+from weightd.protocol.schema import FieldError, decode, describe_fields
 from weightd.worker.engines.mindspore_lite.options import Options
 
 CARDS = ["ascend:0", "ascend:1"]
@@ -44,7 +44,7 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 
 def test_a_worker_takes_what_the_daemon_has() -> None:
-    assert describe(MindSporeLiteOptions) == describe(Options)
+    assert describe_fields(MindSporeLiteOptions) == describe_fields(Options)
     told = Options.of(json.loads(options(**ALL).to_json()))
     assert dataclasses.asdict(told) == dataclasses.asdict(options(**ALL))
     assert all(getattr(told, key) != getattr(Options(), key) for key in ALL), "each is tried with another value"

@@ -79,7 +79,7 @@ class Daemon:
     """The other end of a gate's link."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.link = Stream(connection, takes_descriptors=True)
+        self.link = Stream(connection, accepts_descriptors=True)
         connection.settimeout(LIMIT_S)
         self.lines: list[str] = []
         self.lanes: list[Stream] = []
@@ -458,7 +458,7 @@ def test_the_user_of_whom_most_is_kept_makes_room_for_others(start: Start, monke
 
 def received_all(lane: Stream) -> list[list[Any]]:
     """As `received`, of large frames."""
-    lane.incoming = link_incoming()
+    lane.frame_reader = link_incoming()
     messages: list[list[Any]] = []
     while not messages:
         messages = received(lane)

@@ -94,7 +94,7 @@ class World(RuleBasedStateMachine):
         listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
         ours, its = socket.socketpair()
         terms = Terms("default", "", memory, memory, most, 0, 0.0, "", None, None, link.error_prefix(bytes(_NO_TEXT)))
-        self.link: Stream = Stream(ours, takes_descriptors=True)
+        self.link: Stream = Stream(ours, accepts_descriptors=True)
         stream = Stream(its)
         self.refusing = _Refusing(its)
         stream.connection = self.refusing  # type: ignore[assignment]

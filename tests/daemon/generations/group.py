@@ -15,7 +15,7 @@ from weightd.daemon.generations.unit import Unit
 from weightd.daemon.host.ends import End
 from weightd.protocol.messages.children import Broken, Hello, Stop, Traits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
@@ -27,7 +27,7 @@ TRAITS = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rew
 SEAT = "m.7"
 BROKER = "m.7.broker"
 R0, R1, R2 = (f"m.7.rank{rank}" for rank in range(3))
-CASES: Cases = ({"x": (1, 4)},)
+CASES: SelfTestCases = ({"x": (1, 4)},)
 WARMED = Warmed("canary", CASES)
 ENTER, WARM, STOP = Enter(), Warm(), Stop()
 EXITED = End(3)

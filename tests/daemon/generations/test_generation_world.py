@@ -25,18 +25,18 @@ from weightd.protocol.messages.children import (
     Build,
     Built,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Probe,
     Probing,
     Stop,
     Traits,
 )
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.protocol.version import VERSION
 
 from .life import BUILT, FOREVER, SHA, pid
 
-TRIED: Cases = ({"x": (4,)},)
+TRIED: SelfTestCases = ({"x": (4,)},)
 
 Message = Hello | Probing | Built | Attached | Broken | None
 """What a child says; None is that a predict has spoilt its model."""
@@ -51,7 +51,7 @@ class Process:
         self.killed = False
         self.aborted = False
         self.said_broken = False
-        self.orders: list[OrderMessage] = []
+        self.orders: list[ChildOrder] = []
 
     @property
     def told_to_stop(self) -> bool:
@@ -140,7 +140,7 @@ class World(RuleBasedStateMachine):
         self.names.add(name)
         self.processes[name] = Process(role)
 
-    def send(self, name: str, order: OrderMessage) -> None:
+    def send(self, name: str, order: ChildOrder) -> None:
         process = self.processes[name]
         assert process.hello_taken
         assert not process.told_to_stop

@@ -16,7 +16,7 @@ from weightd.daemon.generations.tries import MAX_HOLDER_DEATHS
 from weightd.daemon.host.ends import By, End
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Build, Probe, Probing
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 
 from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, Life, abort, pid
 
@@ -24,7 +24,7 @@ SEGV, KILLED = End(-signal.SIGSEGV), End(-signal.SIGKILL)
 UNKNOWN = Canary()
 
 
-def x(size: int) -> Case:
+def x(size: int) -> SelfTestCase:
     return {"x": (1, size)}
 
 
@@ -46,7 +46,7 @@ class Search(Life):
         assert isinstance(order, Build)
         return order
 
-    def try_(self, *cases: Case, holder: str = HOLDER, unfit: Cases = ()) -> None:
+    def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
         self.generation.on_trying_selftest(holder, Probing(cases, unfit))
         assert self.wanted() == ([Send(holder, Probe())] if cases else [])
 
@@ -77,7 +77,7 @@ def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
 
 
 @pytest.mark.parametrize("tries", [[], [(x(1),), ()]])
-def test_a_death_out_of_a_try_is_what_it_was(tries: list[Cases]) -> None:
+def test_a_death_out_of_a_try_is_what_it_was(tries: list[SelfTestCases]) -> None:
     search = Search()
     search.begin()
     for cases in tries:
@@ -123,7 +123,7 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
 def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
     search = Search()
     search.begin()
-    many = tuple(map(x, range(limits.MAX_CANARY_UNFIT)))
+    many = tuple(map(x, range(limits.MAX_SELFTEST_UNFIT_CASES)))
     search.try_(x(99), unfit=many)
     search.exits(HOLDER, end=SEGV)
     assert search.begin(HOLDER2) == Build((pid(W1),), search=False, unfit=many)

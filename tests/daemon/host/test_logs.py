@@ -18,7 +18,7 @@ import pytest
 from weightd.daemon.host import logs
 from weightd.daemon.host.journal import Journal
 from weightd.daemon.host.logs import JournalHandler, LineFormatter, subject_extra, print_error
-from weightd.shared.journal import flat, prefixed, to_journal
+from weightd.shared.journal import to_one_line, add_priority, is_connected_to_journal
 
 PLAIN = LineFormatter("%(asctime)s %(levelname)-7s %(message)s")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -47,7 +47,7 @@ def record(level: int, text: str, *arguments: object, error: BaseException | Non
     ],
 )
 def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
-    assert flat(text) == line
+    assert to_one_line(text) == line
 
 
 @pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
@@ -147,19 +147,19 @@ def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest
     handler.handle(record(logging.ERROR, "it fails"))
     handler.close()
     assert capsys.readouterr() == ("", "<3>it fails\n")
-    assert prefixed("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
+    assert add_priority("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
 
 
 def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Path) -> None:
     with (tmp_path / "a").open("w") as file:
         status = os.fstat(file.fileno())
         meant = f"{status.st_dev}:{status.st_ino}"
-        assert to_journal({"JOURNAL_STREAM": meant}, file.fileno())
+        assert is_connected_to_journal({"JOURNAL_STREAM": meant}, file.fileno())
         for other in ("", "x", meant + "1", f"{status.st_dev}:", f"{status.st_ino}:{status.st_dev}"):
-            assert not to_journal({"JOURNAL_STREAM": other}, file.fileno())
-        assert not to_journal({}, file.fileno())
+            assert not is_connected_to_journal({"JOURNAL_STREAM": other}, file.fileno())
+        assert not is_connected_to_journal({}, file.fileno())
         closed = file.fileno()
-    assert not to_journal({"JOURNAL_STREAM": meant}, closed)
+    assert not is_connected_to_journal({"JOURNAL_STREAM": meant}, closed)
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.manual import configuration, program
 from weightd.shared import tables
-from weightd.shared.manual.commands import read
-from weightd.shared.manual.reference import keys
+from weightd.shared.manual.commands import read_parser
+from weightd.shared.manual.reference import iterate_keys
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -65,7 +65,7 @@ def test_roff_has_nothing_to_warn_of(written: Path, name: str) -> None:
 
 
 def test_each_command_is_there_with_its_arguments() -> None:
-    for command in read(parser()).commands:
+    for command in read_parser(parser()).commands:
         part = WEIGHTD.partition(f'.SS "{command.name}"\n')[2].partition("\n.S")[0]
         for argument in [*command.options[1:], *command.positionals]:
             for word in argument.flags or (argument.metavar,):
@@ -99,7 +99,7 @@ def test_each_variable_that_is_read_is_there() -> None:
 
 def test_each_command_and_option_is_completed() -> None:
     script = program.bash()
-    for command in read(parser()).commands:
+    for command in read_parser(parser()).commands:
         flags = " ".join(flag for option in command.options for flag in option.flags)
         assert f"        ({command.name}) options='{flags}' " in script
 
@@ -111,17 +111,17 @@ def test_each_key_is_there_with_its_meaning() -> None:
     for table, cls in configuration.TABLES.items():
         heading = table.replace('"', "\\(dq")
         part = TOML.partition(f'.SH "[{heading}]"\n')[2].partition("\n.SH")[0]
-        names = [field.name for field in tables.keys(cls) if not field.metadata["kind"].record]
+        names = [field.name for field in tables.table_keys(cls) if not field.metadata["kind"].record]
         assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
-        for key in keys(cls):
+        for key in iterate_keys(cls):
             assert " ".join(key.meaning.split()) in re.sub(r"\\f[BR]", "`", part).replace("\\&", "")
 
 
 def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
-    inner = {field.metadata["kind"].record for cls in outer for field in tables.keys(cls)} - {None}
+    inner = {field.metadata["kind"].record for cls in outer for field in tables.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
-    first, *_, last = keys(DaemonConfig)
+    first, *_, last = iterate_keys(DaemonConfig)
     assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
     assert (last.name, last.meaning[:10]) == ("pass_environment", "Further en")
 
@@ -162,7 +162,7 @@ def test_each_key_of_the_example_may_be_uncommented() -> None:
     extra.append(there[0].pop("mindspore_lite"))
     inner = [*(there[0][name] for name in ("batching", "split")), *extra]
     names = {"ranks", "mindspore_lite", *(name for table in [*there, *inner] for name in table)}
-    assert names == {field.name for cls in configuration.TABLES.values() for field in tables.keys(cls)}
+    assert names == {field.name for cls in configuration.TABLES.values() for field in tables.table_keys(cls)}
     assert dataclasses.replace(config.parse(file, BASE), devices=only.devices, listeners=only.listeners) == only
 
 

@@ -25,7 +25,7 @@ from weightd.protocol.messages.children import (
     Built,
     ChildMessage,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Predict,
     Result,
     Traits,
@@ -89,7 +89,7 @@ class FakeHost:
         self.dead: set[str] = set()
         self.killed: list[str] = []
         self.aborted: list[str] = []
-        self.orders: list[tuple[str, OrderMessage]] = []
+        self.orders: list[tuple[str, ChildOrder]] = []
         self.frames: list[Any] = []
         self.answers: list[int] = []
         self.answered: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
@@ -142,7 +142,7 @@ class FakeHost:
         (self.aborted if abort else self.killed).append(name)
 
     def order(
-        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
     ) -> None:
         self.orders.append((name, order))
         self.frames += frames
@@ -178,7 +178,7 @@ class FakeHost:
 
     # --- what a test asks for ---
 
-    def told(self, kind: type[OrderMessage]) -> list[tuple[str, OrderMessage]]:
+    def told(self, kind: type[ChildOrder]) -> list[tuple[str, ChildOrder]]:
         """Who was given an order of this kind, and which."""
         return [each for each in self.orders if isinstance(each[1], kind)]
 

@@ -49,7 +49,7 @@ from weightd.protocol.messages.children import (
     ChildMessage,
     Failed,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Ping,
     Pong,
     Predict,
@@ -91,7 +91,7 @@ class Process:
         self.name = name
         self.role = role
         self.generation = generation
-        self.orders: list[OrderMessage] = []
+        self.orders: list[ChildOrder] = []
         self.hello_taken = False
         self.weights = False  # it has built or attached, or is about to
         self.killed = False
@@ -228,7 +228,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.processes[name].killed = True
 
     def order(
-        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
     ) -> None:
         process = self.processes[name]
         assert process.hello_taken
@@ -358,7 +358,7 @@ class ModelWorld(RuleBasedStateMachine):
             process.returns = False
             self.says(process, Back())
 
-    def follows(self, process: Process, order: OrderMessage) -> None:
+    def follows(self, process: Process, order: ChildOrder) -> None:
         loads = isinstance(order, Build | Attach) and not process.weights
         if loads:
             process.weights = True  # and the next time it is done

@@ -31,7 +31,7 @@ from weightd.protocol.messages.children import (
     Unequal,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import Cases, DeviceMemory
+from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.schema import decode, plain
 from weightd.protocol.version import VERSION
@@ -39,7 +39,7 @@ from weightd.shared.reach import OPERATOR
 
 from .fakehost import CPU, OUT, FakeHost, X, Y, request
 
-CASES: Cases = ({"x": (5, 2)},)
+CASES: SelfTestCases = ({"x": (5, 2)},)
 WARMED = Warmed("canary", CASES)
 ON_CARDS = Ranks(
     size=2,

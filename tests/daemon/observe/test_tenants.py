@@ -87,7 +87,7 @@ def test_the_largest_answer_fits() -> None:
             account = accounts.of(tenant.name, f"{number:064d}")
             for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "deaths", "in_flight"):
                 setattr(account, field, 2**54)
-            account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REASONS // 2)}
+            account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REFUSAL_REASONS // 2)}
     whole = told(tenants, accounts, {})
     assert limits.MAX_ACCOUNTS - 256 < sum(len(each.accounts) for each in whole) <= limits.MAX_ACCOUNTS
     response = StatusResponse("id", "1", "running", 1, 1.0, 1, (), tenants=whole)

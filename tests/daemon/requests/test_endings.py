@@ -17,7 +17,7 @@ from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.scheduler import MOST_ENDED, Scheduler
 from weightd.protocol.errors import RequestError, Unavailable
-from weightd.protocol.messages.children import Built, OrderMessage, Result
+from weightd.protocol.messages.children import Built, ChildOrder, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
@@ -119,7 +119,7 @@ class Clients:
     def due_by(self, latest: float) -> None:
         self.due = min(self.due, latest)
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[object], memories: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[object], memories: object) -> None:
         raise AssertionError(order)
 
     def answer(self, request: Request, result: Result, frames: Sequence[object]) -> None:

@@ -15,7 +15,7 @@ from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result
+from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
@@ -57,7 +57,7 @@ class Bench:
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], memories: Sequence[Memory]) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[Memory]) -> None:
         assert isinstance(order, Predict)
         assert order.regions is not None
         assert (list(frames), list(memories)) == ([], [self.memory])

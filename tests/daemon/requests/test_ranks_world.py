@@ -31,7 +31,7 @@ from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.ranks import Done
@@ -150,7 +150,7 @@ class World(RuleBasedStateMachine):
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A rank is given something: nothing is ever taken back, and there is one job at a time."""
         group = self.groups[process.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == process]

@@ -27,7 +27,7 @@ from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
 from weightd.daemon.tenants.tenant import EVERYONE, Tenant
 from weightd.protocol.errors import Internal, ResourceExhausted
-from weightd.protocol.messages.children import OrderMessage, Predict, Result, Together
+from weightd.protocol.messages.children import ChildOrder, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput, MappedRegions
 
@@ -55,11 +55,11 @@ def request(
     )
 
 
-def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: object) -> tuple[Desk, list[OrderMessage]]:
+def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: object) -> tuple[Desk, list[ChildOrder]]:
     """A desk, and the orders that it gives."""
-    orders: list[OrderMessage] = []
+    orders: list[ChildOrder] = []
 
-    def order(name: str, order: OrderMessage, frames: object, memories: object) -> None:
+    def order(name: str, order: ChildOrder, frames: object, memories: object) -> None:
         orders.append(order)
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)

@@ -30,7 +30,7 @@ from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import RequestError, ResourceExhausted
-from weightd.protocol.messages.children import Failed, OrderMessage, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.messages.regions import MappedOutput
@@ -135,7 +135,7 @@ class World(RuleBasedStateMachine):
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         """A worker is given something: what goes together agrees in everything but its rows."""
         if isinstance(order, Skip) and process not in self.workers:
             return  # it is dead, and hears nothing

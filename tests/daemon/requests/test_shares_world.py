@@ -28,7 +28,7 @@ from weightd.daemon.requests.shares import SEVERAL_S, Clocks
 from weightd.daemon.requests.turns import Turns
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import OrderMessage, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import ChildOrder, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
@@ -92,7 +92,7 @@ class Model:
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Nobody asks."""
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         seat = self.world.seats.get(process)
         match order:
             case Skip(number):

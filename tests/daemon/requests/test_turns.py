@@ -21,7 +21,7 @@ from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.turns import Turns
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, OrderMessage, Ping, Predict, Result, Together
+from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
@@ -73,7 +73,7 @@ class Member:
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         there = self.house.processes[process]
         match order:
             case Together(parts):

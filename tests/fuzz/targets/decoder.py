@@ -19,7 +19,7 @@ from weightd.protocol.errors import ERRORS, RemoteProtocolError
 from weightd.protocol.messages.children import FROM_CHILD, TO_CHILD
 from weightd.protocol.messages.data import Error, RequestDescription, ResponseDescription
 from weightd.protocol.messages.types import FROM_CLIENT, TO_CLIENT
-from weightd.protocol.schema import FieldError, describe
+from weightd.protocol.schema import FieldError, describe_fields
 
 TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
 
@@ -33,8 +33,8 @@ WORDS: tuple[bytes, ...] = tuple(
     msgpack.packb(word)
     for word in sorted(
         {"v", "type", "name", "datatype", "shape", *ITEM_BYTES, *ERRORS, *(tag for table in TABLES for tag in table)}
-        | {name for table in TABLES for cls in table.values() for name, _, _ in describe(cls)}
-        | {name for cls in (RequestDescription, ResponseDescription) for name, _, _ in describe(cls)}
+        | {name for table in TABLES for cls in table.values() for name, _, _ in describe_fields(cls)}
+        | {name for cls in (RequestDescription, ResponseDescription) for name, _, _ in describe_fields(cls)}
     )
 )
 
@@ -95,7 +95,7 @@ def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
     """Return tensor frames as long as the description says, or None if it cannot be read."""
     cls: Any = ResponseDescription if table in (TO_CLIENT, FROM_CHILD) else RequestDescription
     try:
-        description: Any = codec._description(  # pyright: ignore[reportPrivateUsage]
+        description: Any = codec._decode_description(  # pyright: ignore[reportPrivateUsage]
             cls, [b"", frame], limits.MAX_STATUS_BYTES, None, tolerant=table is TO_CLIENT
         )
     except (RemoteProtocolError, FieldError):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from targets.reader import Reader
 from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, Incoming, Message, head
+from weightd.protocol.framing import LARGE_BYTES, MAX_FRAMES, Incoming, Message, message_prefix
 
 FILLER = 255
 HEADER_BYTES = 32
@@ -38,7 +38,7 @@ def one_input(data: bytes) -> None:
             messages += _received(incoming, piece)
         except RemoteProtocolError as caught:
             error = str(caught)
-        assert incoming.announced <= FRAME_BYTES * MAX_FRAMES
+        assert incoming.admitted_bytes <= FRAME_BYTES * MAX_FRAMES
     expected = list(_standing(stream))
     assert bool(error) == (expected[-1:] == [None])
     assert error.isprintable()
@@ -61,12 +61,12 @@ def written(*pieces: bytes | int, admitted: bool = True) -> bytes:
 def _received(incoming: Incoming, piece: bytes) -> list[Message]:
     messages: list[Message] = []
     while piece:
-        if incoming.missing < LARGE_BYTES:
+        if incoming.missing_bytes < LARGE_BYTES:
             return messages + incoming.receive(piece)
-        target = incoming.target()
+        target = incoming.read_buffer()
         taken = min(len(target), len(piece))
         target[:taken] = piece[:taken]
-        messages += incoming.filled(taken)
+        messages += incoming.on_filled(taken)
         piece = piece[taken:]
     return messages
 
@@ -93,7 +93,7 @@ def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
 
 def _check(message: Message, frames: Sequence[bytes], *, is_admitted: bool) -> None:
     assert message.lengths == tuple(map(len, frames))
-    assert head(frames) == struct.pack(f"<{1 + len(frames)}I", len(frames), *message.lengths)
+    assert message_prefix(frames) == struct.pack(f"<{1 + len(frames)}I", len(frames), *message.lengths)
     arrived = [bytes(frame) for frame in message.frames]
     assert arrived == frames[: len(arrived)]
     headers = message.lengths[: limits.MAX_HEADER_FRAMES]

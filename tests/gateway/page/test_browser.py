@@ -32,12 +32,12 @@ def picture(*names: str) -> Overview:
         models.append(looks.counted(names[-1], (0, 40 * second, 0, 0), processes=lost, deaths=1))
         accounts = looks.account(names[0], 440 * second, {"max_rate": 10 * second}, in_flight=5, queued=2)
         tenants = [looks.tenant("research", accounts, share=0.25), looks.tenant(names[-1])]
-        history.counted(looks.metrics(3600.0 + second, *models, tenants=tenants))
+        history.on_metrics(looks.metrics(3600.0 + second, *models, tenants=tenants))
     statuses = [
         looks.model(name, looks.processes(name, 4, private=10 * MB, weights=200 * MB, served=7), copy=200 * MB)
         for name in names
     ]
-    history.looked(looks.status(3600.0, *statuses))
+    history.on_status(looks.status(3600.0, *statuses))
     return history.overview()
 
 
@@ -220,8 +220,8 @@ def test_models_that_go_leave_no_row(server: PageServer, windows: Windows) -> No
 
 def test_whoever_sees_its_own_alone_is_shown_no_memory(server: PageServer, windows: Windows) -> None:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("digits", processes=(), generation=0)))
-    history.looked(looks.status(1.0, pid=0))
+    history.on_metrics(looks.metrics(1.0, looks.counted("digits", processes=(), generation=0)))
+    history.on_status(looks.status(1.0, pid=0))
     server.numbers = tells(history.overview())
     page = windows.open()
     expect(page.locator("#health")).to_have_text("running, 1 model ready")

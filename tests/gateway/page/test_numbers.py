@@ -14,9 +14,9 @@ from weightd.shared.overview.rows import Overview
 
 def picture(workers: int = 2) -> Overview:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("m")))
+    history.on_metrics(looks.metrics(1.0, looks.counted("m")))
     processes = looks.processes("m", workers, private=MB, weights=MB)
-    history.looked(looks.status(1.0, looks.model("m", processes, copy=MB), note="/etc/weightd/weightd.toml: wrong"))
+    history.on_status(looks.status(1.0, looks.model("m", processes, copy=MB), note="/etc/weightd/weightd.toml: wrong"))
     return history.overview()
 
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 from testkit import models
 from testkit.httpgateway import HttpGateway
 from testkit.service import Service
-from weightd.shared.overview.memory import of_service
+from weightd.shared.overview.memory import service_memory
 
 from .conftest import LIMIT_MS, Windows
 
@@ -41,7 +41,7 @@ def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path)
             while not asked(cells.nth(3).inner_text()):
                 pass
         expect(cells.nth(2)).to_have_text("2 of 2")
-        memory = of_service(service.status())
+        memory = service_memory(service.status())
         assert memory is not None
         for kind, bytes_ in (("with", memory.now_bytes), ("plain", memory.plain_bytes)):
             [number] = re.findall(r"([\d.]+) MB", page.locator(f"#bars .{kind} strong").inner_text())

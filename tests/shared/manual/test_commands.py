@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from weightd.shared.manual.commands import Argument, Command, read
+from weightd.shared.manual.commands import Argument, Command, read_parser
 
 
 @pytest.fixture
@@ -22,18 +22,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def test_what_is_declared_is_read(parser: argparse.ArgumentParser) -> None:
-    thing = read(parser)
+    thing = read_parser(parser)
     assert thing._replace(options=(), commands=()) == Command("thing", "", "Does thing.", "100% done", (), (), ())
     assert [option.flags for option in thing.options] == [("-h", "--help"), ("--size",)]
     assert thing.options[0].metavar == ""
     assert thing.options[1] == Argument(
-        ("--size",), "N", (), "how much, 50% (default: 7)", optional=True, repeatable=False
+        ("--size",), "N", (), "how much, 50% (default: 7)", is_optional=True, is_repeatable=False
     )
     go, stop = thing.commands
     assert (go.name, go.help, go.description) == ("go", "go there", "go there")
     assert go.options[1:] == (
-        Argument(("--mode",), "{fast,slow}", ("fast", "slow"), "how", optional=False, repeatable=False),
-        Argument(("--tag",), "TAG", (), "what", optional=True, repeatable=True),
+        Argument(("--mode",), "{fast,slow}", ("fast", "slow"), "how", is_optional=False, is_repeatable=False),
+        Argument(("--tag",), "TAG", (), "what", is_optional=True, is_repeatable=True),
     )
-    assert go.positionals == (Argument((), "PLACE", (), "where", optional=True, repeatable=False),)
+    assert go.positionals == (Argument((), "PLACE", (), "where", is_optional=True, is_repeatable=False),)
     assert stop.description == "Stops at once."

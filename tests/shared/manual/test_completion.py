@@ -7,8 +7,8 @@ from typing import Callable, List
 
 import pytest
 
-from weightd.shared.manual.commands import read
-from weightd.shared.manual.completion import DIRECTORY, FILE, MODEL, bash
+from weightd.shared.manual.commands import read_parser
+from weightd.shared.manual.completion import DIRECTORY, FILE, MODEL, bash_script
 
 Complete = Callable[..., List[str]]
 
@@ -46,7 +46,7 @@ def complete(tmp_path: Path) -> Complete:
     show.add_argument("--mode", choices=["fast", "slow"])
     show.add_argument("--out", metavar="DIR")
     commands.add_parser("shut", help="x").add_argument("what", choices=["door", "window"])
-    (tmp_path / "script").write_text(bash(read(parser), {"MODEL": MODEL, "PATH": FILE, "DIR": DIRECTORY}))
+    (tmp_path / "script").write_text(bash_script(read_parser(parser), {"MODEL": MODEL, "PATH": FILE, "DIR": DIRECTORY}))
     (tmp_path / "a file").write_text("")
     (tmp_path / "a dir").mkdir()
     (tmp_path / "thing").write_text(_THING)

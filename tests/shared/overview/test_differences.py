@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.protocol.messages.metrics import Histogram
-from weightd.shared.overview.differences import quantile, rate, since
+from weightd.shared.overview.differences import quantile, rate, count_difference
 
 BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.1)
 
@@ -37,12 +37,12 @@ def test_a_rate_is_told_of_a_counter_that_goes_on(before: int, after: int, secon
 @given(values, values)
 def test_what_was_counted_since_is_the_difference(before: List[float], more: List[float]) -> None:
     first, second = Histogram(tuple(counts_of(before)), 0.0), Histogram(tuple(counts_of(before + more)), 0.0)
-    assert since(first, second) == tuple(counts_of(more))
-    assert since(second, first) is None
+    assert count_difference(first, second) == tuple(counts_of(more))
+    assert count_difference(second, first) is None
 
 
 def test_other_buckets_have_nothing_in_common() -> None:
-    assert since(Histogram((1, 2), 0.0), Histogram((1, 2, 3), 0.0)) is None
+    assert count_difference(Histogram((1, 2), 0.0), Histogram((1, 2, 3), 0.0)) is None
 
 
 @given(values, st.floats(0.01, 1))

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from testkit import looks
 from testkit.looks import MB
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse
-from weightd.shared.overview.history import MOMENTS, WINDOW_S, History
+from weightd.shared.overview.history import SPARKLINE_POINTS, RATE_WINDOW_S, History
 from weightd.shared.overview.rows import ModelRow, Moment, Overview
 
 
 def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:
     history = History(gap)
     for each in told:
-        history.counted(each)
+        history.on_metrics(each)
     return history.overview()
 
 
@@ -39,7 +39,7 @@ def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
     told.append(looks.metrics(30.0, looks.counted("m", (1900, 200, 0, 0))))
     overview = seen(*told)
     row = only(overview)
-    assert row.pace.rate == pytest.approx((200 + 4 * 100) / WINDOW_S)
+    assert row.pace.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
     assert row.pace.p50_s == pytest.approx(0.001 * 300 / 400)
     assert row.pace.p99_s == pytest.approx(0.001 + 0.009 * (594 - 400) / 200)
     assert row.pace.moments[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
@@ -100,13 +100,13 @@ def test_after_a_pause_sparks_begin_anew() -> None:
 
 def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten() -> None:
     history = History()
-    for second in range(MOMENTS + 30):
-        history.counted(
+    for second in range(SPARKLINE_POINTS + 30):
+        history.on_metrics(
             looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0)), looks.counted(f"m{second}"))
         )
     rows = history.overview().models
-    assert [len(row.pace.moments) for row in rows] == [MOMENTS, 1]
-    assert set(vars(history)["_moments"]) == {"", "m", f"m{MOMENTS + 29}"}
+    assert [len(row.pace.moments) for row in rows] == [SPARKLINE_POINTS, 1]
+    assert set(vars(history)["_moments"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
 
 
 steps = st.lists(st.tuples(st.floats(0, 3), st.integers(-5, 50)), min_size=1, max_size=30)
@@ -117,7 +117,7 @@ def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, in
     history, uptime, count = History(), 0.0, 0
     for seconds, more in steps:
         uptime, count = (uptime + seconds, max(0, count + more)) if seconds > 0.1 else (seconds, count)
-        history.counted(looks.metrics(uptime, looks.counted("m", (count, 0, 0, 0))))
+        history.on_metrics(looks.metrics(uptime, looks.counted("m", (count, 0, 0, 0))))
         for pace in (history.overview().pace, only(history.overview()).pace):
             assert pace.rate is None or pace.rate >= 0
             assert all(rate is None or rate >= 0 for rate, _ in pace.moments)
@@ -128,10 +128,10 @@ def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, in
 
 def looked(*uptimes: Tuple[float, int]) -> Overview:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("m")))
+    history.on_metrics(looks.metrics(1.0, looks.counted("m")))
     for uptime, served in uptimes:
         processes = looks.processes("m", 2, private=10 * MB, weights=90 * MB, served=served)
-        history.looked(looks.status(uptime, looks.model("m", processes, copy=90 * MB)))
+        history.on_status(looks.status(uptime, looks.model("m", processes, copy=90 * MB)))
     return history.overview()
 
 
@@ -156,21 +156,21 @@ def test_memory_is_that_of_the_status() -> None:
 
 def test_what_a_group_has_is_told_with_its_first_model() -> None:
     history = History()
-    history.counted(looks.metrics(1.0, *map(looks.counted, "abc")))
+    history.on_metrics(looks.metrics(1.0, *map(looks.counted, "abc")))
     processes = looks.processes("g", 1, private=10 * MB, weights=0)
     groups = {"a": "g", "b": "g", "c": ""}
-    history.looked(looks.status(1.0, *(looks.model(name, processes, group=group) for name, group in groups.items())))
+    history.on_status(looks.status(1.0, *(looks.model(name, processes, group=group) for name, group in groups.items())))
     assert [row.memory is not None for row in history.overview().models] == [True, False, True]
 
 
 def test_a_status_is_wanted_now_and_then_and_soon_when_something_has_changed() -> None:
     history = History()
-    history.counted(looks.metrics(1.0, looks.counted("m", workers=2)))
-    assert [history.wants_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [True, False, False, True, False]
-    history.counted(looks.metrics(2.0, looks.counted("m", workers=1)))
-    assert [history.wants_status(now) for now in (16.9, 17.0, 17.1, 26.0)] == [False, True, False, False]
-    history.counted(looks.metrics(0.5, looks.counted("m", workers=1)))
-    assert history.wants_status(18.0)
+    history.on_metrics(looks.metrics(1.0, looks.counted("m", workers=2)))
+    assert [history.should_request_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [True, False, False, True, False]
+    history.on_metrics(looks.metrics(2.0, looks.counted("m", workers=1)))
+    assert [history.should_request_status(now) for now in (16.9, 17.0, 17.1, 26.0)] == [False, True, False, False]
+    history.on_metrics(looks.metrics(0.5, looks.counted("m", workers=1)))
+    assert history.should_request_status(18.0)
 
 
 # --- tenants ------------------------------------------------------------------------------------------------------

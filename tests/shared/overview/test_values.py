@@ -7,16 +7,16 @@ import json
 from testkit import looks
 from testkit.looks import MB
 from weightd.shared.overview.history import History
-from weightd.shared.overview.values import values
+from weightd.shared.overview.values import to_json_values
 
 
 def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
     history = History()
     for uptime in (1.0, 2.0):
-        history.counted(looks.metrics(uptime, looks.counted("m", (int(uptime) * 100, 0, 0, 0))))
+        history.on_metrics(looks.metrics(uptime, looks.counted("m", (int(uptime) * 100, 0, 0, 0))))
     processes = looks.processes("m", 2, private=10 * MB, weights=90 * MB)
-    history.looked(looks.status(1.0, looks.model("m", processes, copy=90 * MB)))
-    told = values(history.overview())
+    history.on_status(looks.status(1.0, looks.model("m", processes, copy=90 * MB)))
+    told = to_json_values(history.overview())
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     [model] = told["models"]
     assert model["pace"] == {
@@ -32,6 +32,6 @@ def test_it_is_what_json_can_hold_and_has_all_that_is_shown() -> None:
 
 def test_numbers_are_as_long_as_can_be_seen() -> None:
     history = History()
-    history.counted(looks.metrics(1234567.8901, looks.counted("m"), tenants=[looks.tenant("t", share=1 / 3)]))
-    told = values(history.overview())
+    history.on_metrics(looks.metrics(1234567.8901, looks.counted("m"), tenants=[looks.tenant("t", share=1 / 3)]))
+    told = to_json_values(history.overview())
     assert (told["uptime_s"], told["tenants"][0]["share"]) == (1234567.9, 0.3333)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Callable
 
 from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.worker.canary import search
 from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.engine import Engine, ModelSignature
 
 
-def of(signature: ModelSignature, *sizes: int) -> Cases:
+def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
     """One case for each size: that of every free dimension."""
     return tuple(
         {each.name: tuple(size if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}

@@ -143,7 +143,7 @@ class _UnixEnd:
                 if number == wake:
                     return None
                 if number == self._listener.fileno():
-                    stream = Stream(self._listener.accept()[0], takes_descriptors=True)
+                    stream = Stream(self._listener.accept()[0], accepts_descriptors=True)
                     self._streams[stream.fileno()] = stream
                 else:
                     self._read(number)

@@ -26,7 +26,7 @@ from testkit.users_child import Hands
 from weightd.client import Client, Pending, RequestError
 from weightd.protocol import limits
 from weightd.protocol.codec import decode, encode
-from weightd.protocol.framing import MAX_FRAMES, Incoming, head
+from weightd.protocol.framing import MAX_FRAMES, Incoming, message_prefix
 from weightd.protocol.messages.control import ModelMetadata
 from weightd.protocol.messages.data import Cancel, Error, Infer, Parameters, RequestDescription, TensorSpec
 from weightd.protocol.messages.journal import Events
@@ -498,7 +498,7 @@ def _zmtp_message(frames: Sequence[bytes]) -> bytes:
 
 
 def _stream_message(frames: Sequence[bytes]) -> bytes:
-    return head(frames) + b"".join(frames)
+    return message_prefix(frames) + b"".join(frames)
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
@@ -736,7 +736,7 @@ def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = 
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(1.0)
             peer.connect(path)
-            peer.sendmsg([head([b"x"]) + b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            peer.sendmsg([message_prefix([b"x"]) + b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             on_sent()
             peer.recv(1000)
     except OSError as error:
@@ -820,7 +820,7 @@ def leave_unread(hands: Hands, path: str, model: str, connections: int) -> Dict[
 def send_empty_frames(hands: Hands, path: str, connections: int) -> Dict[str, int]:
     """As `leave_unread`, with messages of as many frames as one may have, all of them empty."""
     frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
-    return _send_and_read_nothing(hands, path, head(frames) * _GUST, connections)
+    return _send_and_read_nothing(hands, path, message_prefix(frames) * _GUST, connections)
 
 
 def _send_and_read_nothing(hands: Hands, path: str, gust: bytes, connections: int) -> Dict[str, int]:
@@ -973,7 +973,7 @@ def _unix_peer(stack: contextlib.ExitStack, address: str) -> Peer:
                 count -= len(incoming.receive(peer.recv(1 << 20)))
 
     def send(frames: Sequence[bytes]) -> None:
-        data = memoryview(head(frames) + b"".join(frames))
+        data = memoryview(message_prefix(frames) + b"".join(frames))
         while data:
             with contextlib.suppress(socket.timeout):
                 data = data[peer.send(data) :]
@@ -997,7 +997,7 @@ def _zmq_peer(stack: contextlib.ExitStack, address: str) -> Peer:
 
 def _framed(message: Any) -> bytes:
     frames = encode(message)
-    return head(frames) + b"".join(frames)
+    return message_prefix(frames) + b"".join(frames)
 
 
 def _end_of(pending: Pending, *, with_text: bool = False) -> str:

@@ -15,7 +15,7 @@ from testkit.fakeengine import FakeEngine
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Cases, Rows
+from weightd.protocol.messages.findings import SelfTestCases, Rows
 from weightd.shared.rowtest import comparison
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, search
@@ -36,7 +36,7 @@ def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, 
     return rows_of
 
 
-def _ignore(trying: Cases, unfit: Cases) -> None:
+def _ignore(trying: SelfTestCases, unfit: SelfTestCases) -> None:
     pass
 
 
@@ -378,7 +378,7 @@ def test_it_takes_ten_seconds_at_most(
     assert rows.note.startswith(note)
     assert rows.equal == (not note)
     assert predicts <= len(engine.asked) <= predicts + 8
-    assert now[0] <= 10 + (0 if note else comparison.SPECIAL_S) + 5 * seconds
+    assert now[0] <= 10 + (0 if note else comparison.MAX_SPECIAL_VALUES_S) + 5 * seconds
 
 
 def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def refusing(error: Exception) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("error", [InvalidArgument("too many"), Spoilt("too many")])
 def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exception) -> None:
     engine = fake(refusing(error))
-    told: List[Union[str, Cases]] = []
+    told: List[Union[str, SelfTestCases]] = []
     known = canary.run(engine, cases.of(SIGNATURE, 1))
     order = Build((), rows=8)
     rows = evidence.find(engine, order, known, lambda: told.append("rebuilt"), told.append)

@@ -16,7 +16,7 @@ from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary, sample, search
 from weightd.worker.engines.engine import Arrays, ModelSignature
@@ -188,12 +188,12 @@ def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
 class Told:
     """What the daemon would hear; it may be the end of the process."""
 
-    def __init__(self, deadly: Sequence[Case] = ()) -> None:
+    def __init__(self, deadly: Sequence[SelfTestCase] = ()) -> None:
         self.deadly = deadly
-        self.tried: List[Cases] = []
-        self.unfit: Cases = ()
+        self.tried: List[SelfTestCases] = []
+        self.unfit: SelfTestCases = ()
 
-    def __call__(self, trying: Cases, unfit: Cases) -> None:
+    def __call__(self, trying: SelfTestCases, unfit: SelfTestCases) -> None:
         self.tried.append(trying)
         self.unfit = unfit
         if any(case in self.deadly for case in trying):
@@ -211,12 +211,12 @@ def rebuilds(engine: FakeEngine) -> int:
     return engine.done.count("build again")
 
 
-def x(*shape: int) -> Case:
+def x(*shape: int) -> SelfTestCase:
     return {"x": shape}
 
 
 @pytest.mark.parametrize("inputs", [{}, {"x": ()}, {"x": (2, 4)}])
-def test_a_fixed_model_is_asked_one_thing_twice(inputs: Case) -> None:
+def test_a_fixed_model_is_asked_one_thing_twice(inputs: SelfTestCase) -> None:
     signature = ModelSignature(tuple(tensor(name, *shape) for name, shape in inputs.items()), (tensor("y", 2),))
     engine = FakeEngine(constantly(np.zeros(2)), signature)
     assert found(engine).cases == (inputs,)
@@ -282,7 +282,7 @@ def test_a_large_input_takes_little_more_than_itself() -> None:
 def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -> None:
     """It is what the daemon does; a model that takes 32 and 64 alone, and kills whoever asks for another size."""
     deadly = cases.of(FREE, 1, 2, 64)
-    unfit: Cases = ()
+    unfit: SelfTestCases = ()
     for _ in range(3):
         told = Told(deadly)
         with pytest.raises(SystemExit):
@@ -343,7 +343,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
         ((x(1, 4),), "the search was given up, it took too long or too many processes died; "),
     ],
 )
-def test_without_a_search_nothing_is_run(unfit: Cases, note: str) -> None:
+def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search=False, unfit=unfit))
     assert (known.cases, known.digest, known.note[: len(note)], engine.asked) == ((), "", note, [])
@@ -353,7 +353,7 @@ def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
     told = Told()
     assert found(FakeEngine(row_sums, FREE), Build((), search=False, canary_cases=(x(7, 4),)), told).cases == (x(7, 4),)
     assert told.tried == [(x(7, 4),), ()]
-    wrong: Sequence[Tuple[Case, str]] = (
+    wrong: Sequence[Tuple[SelfTestCase, str]] = (
         ({"z": (1, 4)}, "canary: expected inputs x, got z"),
         (x(1, 5), r"canary.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
         (x(4), r"canary.x: expected a shape like \[-1, 4\], got \[4\]"),

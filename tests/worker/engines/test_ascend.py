@@ -32,7 +32,7 @@ from weightd.protocol.messages.children import (
     Traits,
 )
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Cases, DeviceMemory
+from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
 from weightd.worker import exits
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.gears import recorded
@@ -45,7 +45,7 @@ FIXED = Traits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrit
 FREE = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 KEY = b"0123456789abcdef"
 
-ONE: Cases = ({"x": (1, 64)},)
+ONE: SelfTestCases = ({"x": (1, 64)},)
 OFF = ("--sharing", "off")
 
 

@@ -15,7 +15,7 @@ import pytest
 from testkit import cases
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.worker.canary import canary
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
@@ -27,7 +27,7 @@ from weightd.worker.pagesharing.libc import Libc
 Built = Callable[[str], Engine]
 Model = Callable[[str], Path]
 
-WIDE: Cases = ({"x": (1, 1024)}, {"x": (2, 1024)})
+WIDE: SelfTestCases = ({"x": (1, 1024)}, {"x": (2, 1024)})
 
 
 def rows(*values: float, width: int = 4) -> Any:

@@ -31,7 +31,7 @@ from weightd.protocol.messages.children import (
     Together,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature
-from weightd.protocol.messages.findings import Cases, DeviceMemory, Rows
+from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory, Rows
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 from weightd.protocol.tensors import frame_of, spec_of, to_wire
@@ -53,7 +53,7 @@ SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSign
 FIXED = ModelSignature((TensorSignature("x", "FP32", (2, 3)),), (TensorSignature("y", "FP32", (2, 3)),))
 ENTER, WARM, STOP = encode(Enter()), encode(Warm()), encode(Stop())
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
-CASES: Cases = ({"x": (2, 3)},)
+CASES: SelfTestCases = ({"x": (2, 3)},)
 CARD = DeviceMemory(100, 40)
 
 Play = Callable[..., Tuple[int, Script]]

@@ -6,12 +6,12 @@ import signal
 import sys
 
 from weightd.shared import signals
-from weightd.shared.parent import die_with_the_one_named
+from weightd.shared.parent import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
     signals.reset(signal.SIGINT)
-    die_with_the_one_named(sys.argv)
+    die_with_named_parent(sys.argv)
 
 from weightd.worker import arguments, child, exits
 

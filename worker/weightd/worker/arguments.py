@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any, Dict, List, Sequence, Tuple, cast
 
-from weightd.shared.oom import ABOVE_DAEMON
+from weightd.shared.oom import SCORES_ABOVE_DAEMON
 from weightd.worker.engines import ENGINES, RANK_ENGINES
 from weightd.worker.engines.errors import BuildError
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", required=True, help="the daemon's socket for its children")
     parser.add_argument("--name", required=True, help="this process's name and routing id")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
-    parser.add_argument("--role", choices=sorted(ABOVE_DAEMON), default="worker", help="what the daemon has it for")
+    parser.add_argument("--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="what the daemon has it for")
     parser.add_argument(
         "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
     )

@@ -17,13 +17,13 @@ from weightd.protocol import limits
 from weightd.protocol.codec import clip, encode
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.children import Broken
-from weightd.shared.coredump import leave_out_memory
-from weightd.shared.cores import parse
+from weightd.shared.coredump import disable_core_dumps
+from weightd.shared.cores import parse_cpulist
 from weightd.shared.meeting import Meeting
 from weightd.shared.members import Members, joint_digest
 from weightd.shared.modelfile import ModelFileError, pinned_digest
-from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with
+from weightd.shared.oom import raise_score
+from weightd.shared.parent import die_with_parent
 from weightd.shared.title import Title
 from weightd.shared.transient import is_transient
 from weightd.worker import arguments as words_of
@@ -53,7 +53,7 @@ _LINGER_MS = 2000
 def begin() -> Beginning:
     """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
     # As the daemon does: the interpreter may be a script that has raised the limit.
-    leave_out_memory()
+    disable_core_dumps()
     # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
@@ -67,8 +67,8 @@ def belong(role: str, parent: int, beginning: Beginning) -> None:
     Raises:
         SystemExit: the parent has ended.
     """
-    die_with(parent)
-    go_before_the_daemon(role, daemons=beginning.score)
+    die_with_parent(parent)
+    raise_score(role, daemon_score=beginning.score)
 
 
 def run(
@@ -105,7 +105,7 @@ def _stay_on(cores: str) -> None:
         SystemExit: there are no such cores, or none of them can be had any more.
     """
     try:
-        os.sched_setaffinity(0, parse(cores))
+        os.sched_setaffinity(0, parse_cpulist(cores))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no list of cores"
         raise SystemExit(f"cannot run on cores {cores}: {why}") from None
@@ -126,7 +126,7 @@ def ready(
 
     def live() -> int:
         sys.argv = [sys.argv[0], *words]
-        shown.write(command)
+        shown.set_title(command)
         return run(arguments, beginning, "forked" if made is None else "template", made)
 
     return live

@@ -33,7 +33,7 @@ class Connection:
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket = socket
-        self._path = paths.lane_path(address)
+        self._path = paths.channel_path(address)
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connections = 0
         self._lane: Optional[Stream] = None
@@ -112,7 +112,7 @@ class Connection:
 
     def _read_socket(self, messages: List[Frames]) -> None:
         while int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
-            messages.append(list(map(multipart.content, multipart.receive(self._socket))))
+            messages.append(list(map(multipart.frame_content, multipart.receive(self._socket))))
 
     def _has_followed(self) -> bool:
         """Look at the monitor; return whether another daemon has followed the one before. Else all was looked at."""

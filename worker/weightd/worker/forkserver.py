@@ -12,12 +12,12 @@ import sys
 from typing import Any, List
 
 from weightd.shared import signals
-from weightd.shared.parent import die_with_the_one_named
+from weightd.shared.parent import die_with_named_parent
 
 if __name__ == "__main__":
     # Ctrl-C is the daemon's to act on.
     signals.reset(signal.SIGINT)
-    die_with_the_one_named(sys.argv)
+    die_with_named_parent(sys.argv)
 
 # What a canary needs, and numpy may not import before.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -55,9 +55,9 @@ def main() -> int:
         return exits.NO_ENGINE
     words_of.parser()
     forker.settle()
-    lane = lanes.connected(paths.lane_path(arguments.address))
+    lane = lanes.connected(paths.channel_path(arguments.address))
     if lane is None:
-        _log.error("%s: nobody listens", paths.lane_path(arguments.address))
+        _log.error("%s: nobody listens", paths.channel_path(arguments.address))
         return exits.FAILED
     return _serve(lane, forker)
 

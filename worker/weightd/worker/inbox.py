@@ -7,9 +7,9 @@ import dataclasses
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import OrderMessage, Predict, Together, Unmap
+from weightd.protocol.messages.children import ChildOrder, Predict, Together, Unmap
 
-Entry = Tuple[OrderMessage, Sequence[Any]]
+Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order, and what belongs to it: the tensors of a predict, or the predicts, each with its own, that are together."""
 
 
@@ -27,7 +27,7 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, order: OrderMessage, tensors: Sequence[Any] = ()) -> None:
+    def put(self, order: ChildOrder, tensors: Sequence[Any] = ()) -> None:
         """One has come.
 
         Raises:
@@ -42,7 +42,7 @@ class Inbox:
         else:
             self._entries.append((order, tensors))
 
-    def put_back(self, order: OrderMessage) -> None:
+    def put_back(self, order: ChildOrder) -> None:
         """One was taken that is still to be obeyed, before all others."""
         self._entries.appendleft((order, ()))
 
@@ -51,7 +51,7 @@ class Inbox:
         return self._entries.popleft()
 
     @property
-    def first(self) -> OrderMessage:
+    def first(self) -> ChildOrder:
         """The order that is to be obeyed next."""
         return self._entries[0][0]
 
@@ -91,7 +91,7 @@ class Inbox:
                     entries.remove(entry)
                     return
 
-    def _put_behind(self, begun: Together, order: OrderMessage, tensors: Sequence[Any]) -> None:
+    def _put_behind(self, begun: Together, order: ChildOrder, tensors: Sequence[Any]) -> None:
         if isinstance(order, Predict):
             self._parts.append((order, tensors))
             self._missing -= 1

@@ -16,7 +16,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import LARGE_BYTES, Incoming
 from weightd.shared import paths
-from weightd.shared.stream import Stream, keep_much
+from weightd.shared.stream import Stream, enlarge_send_buffer
 
 Frames = Sequence[Any]
 
@@ -35,8 +35,8 @@ def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]
         # The daemon has none, or has gone already.
         connection.close()
         return None
-    keep_much(connection)
-    return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), takes_descriptors=takes_descriptors)
+    enlarge_send_buffer(connection)
+    return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), accepts_descriptors=takes_descriptors)
 
 
 def send(lane: Stream, *messages: Frames) -> bool:
@@ -55,10 +55,10 @@ def send(lane: Stream, *messages: Frames) -> bool:
 def _sent(lane: Stream, messages: Sequence[Frames]) -> bool:
     if len(messages) == 1:
         return lane.send(messages[0])
-    lane.hold()
+    lane.cork()
     for frames in messages:
         lane.send(frames)
-    return lane.let_go()
+    return lane.uncork()
 
 
 def read(lane: Stream, messages: List[Frames]) -> None:
@@ -89,7 +89,7 @@ class LaneConnection:
     """
 
     def __init__(self, address: str) -> None:
-        self._path = paths.lane_path(address)
+        self._path = paths.channel_path(address)
         self._readable = select.poll()
         self._lane: Optional[Stream] = None
         self._woken_by = -1

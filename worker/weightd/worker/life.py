@@ -23,7 +23,7 @@ from weightd.protocol.messages.children import (
     Built,
     Hello,
     Map,
-    OrderMessage,
+    ChildOrder,
     Predict,
     Skip,
     Skipped,
@@ -117,7 +117,7 @@ class Life(abc.ABC):
         """Return what this process is."""
 
     @abc.abstractmethod
-    def _do(self, order: OrderMessage) -> None:
+    def _do(self, order: ChildOrder) -> None:
         """Obey one that is no request. Whatever is raised is told, and ends the process."""
 
     def _next(self) -> Entry:
@@ -173,7 +173,7 @@ class Life(abc.ABC):
     def _when_quiet(self) -> None:
         """Nothing has come for as long as `_patience_s` says."""
 
-    def _obey(self, order: OrderMessage) -> int:
+    def _obey(self, order: ChildOrder) -> int:
         if isinstance(order, Unmap):
             self._predictor.regions.unmap(order.region)
             return exits.OK

@@ -6,8 +6,8 @@ import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Back, Hello, OrderMessage, Ping, Pong, Predict, Settle
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.children import Back, Hello, ChildOrder, Ping, Pong, Predict, Settle
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.protocol.messages.ranks import Enter, Entered, Member, Proof, Warm, Warmed
 from weightd.shared import members as told
 from weightd.worker.canary import canary, sample
@@ -26,7 +26,7 @@ from weightd.worker.regions import Regions
 class _Question(NamedTuple):
     """What a model is proved by: no case where there is none."""
 
-    cases: Cases
+    cases: SelfTestCases
     sample: Optional[Arrays]
 
 
@@ -51,7 +51,7 @@ class MembersSession(Life):
     def _hello(self, sha256: str) -> Hello:
         return Hello(str(os.getpid()), sha256, versions(self._group.engines[0].versions()), NotShared.traits)
 
-    def _do(self, order: OrderMessage) -> None:
+    def _do(self, order: ChildOrder) -> None:
         if isinstance(order, Enter):
             self._enter()
         elif isinstance(order, Warm):
@@ -125,7 +125,7 @@ def _question(engine: Engine, member: told.Member) -> _Question:
     signature = engine.signature
     if member.sample:
         arrays = sample.load(member.sample, signature)
-        case: Case = {name: tuple(array.shape) for name, array in arrays.items()}
+        case: SelfTestCase = {name: tuple(array.shape) for name, array in arrays.items()}
         return _Question((case,), arrays)
     if any(each.shape is None or -1 in each.shape for each in signature.inputs):
         return _Question((), None)

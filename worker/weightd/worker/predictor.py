@@ -12,11 +12,11 @@ from weightd.protocol.codec import clip
 from weightd.protocol.errors import Internal, InvalidArgument, RequestError
 from weightd.protocol.messages.children import Failed, Predict, Result, Unequal
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
-from weightd.protocol.messages.findings import Case
+from weightd.protocol.messages.findings import SelfTestCase
 from weightd.protocol.messages.regions import MappedRegions
 from weightd.protocol.tensors import describe_response, frame_of, from_frame, to_wire
 from weightd.shared.rowtest.bits import NotTogether
-from weightd.shared.rowtest.rows import Special, special_rows
+from weightd.shared.rowtest.rows import Special, rows_with_special_values
 from weightd.worker import exits
 from weightd.worker.batching.joint import Joint, Share
 from weightd.worker.batching.trials import RowsDiffer, Trials
@@ -121,7 +121,7 @@ class Predictor:
         sizes: Sequence[int],
         *,
         exact: bool,
-        case: Optional[Case] = None,
+        case: Optional[SelfTestCase] = None,
         compared: int = 0,
         special: Sequence[str] = (),
     ) -> None:
@@ -192,7 +192,7 @@ class Predictor:
             self._answer((Unequal(self._apart[party], (party,)), ()))
         if self._special:
             names = [each.name for each in joint.specs]
-            special = joint.parts_of(special_rows(inputs, names, self._special))
+            special = joint.parts_of(rows_with_special_values(inputs, names, self._special))
             found.update(special)
             if special and parties:
                 self._count_special([parties[index] for index in special])

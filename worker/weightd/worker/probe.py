@@ -16,7 +16,7 @@ import sys
 from typing import Any, Dict
 
 from weightd.shared import signals
-from weightd.shared.parent import die_with
+from weightd.shared.parent import die_with_parent
 from weightd.worker import exits
 from weightd.worker.engines.engine import Settings
 from weightd.worker.engines.errors import BuildError
@@ -36,7 +36,7 @@ def main() -> int:
     # Ctrl-C is the daemon's to act on, if there is one.
     signals.reset(*([signal.SIGINT] if options.parent else []))
     if options.parent:
-        die_with(options.parent)
+        die_with_parent(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.
     signal.alarm(LIMIT_S)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO, Tuple
 
 from weightd.protocol.version import VERSION
 from weightd.shared import signals
-from weightd.shared.parent import die_with
+from weightd.shared.parent import die_with_parent
 
 if TYPE_CHECKING:
     from weightd.worker.engines.mindspore_lite.acl import Acl
@@ -99,7 +99,7 @@ def _acl() -> Acl:
 def main() -> None:
     """Take every step, whatever becomes of the one before."""
     arguments = _parser().parse_args()
-    die_with(arguments.parent)
+    die_with_parent(arguments.parent)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
         # A library may greet on stdout; that belongs to the log.
         os.dup2(2, 1)

@@ -23,7 +23,7 @@ from weightd.protocol.messages.children import (
     Fork,
     Forked,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Ping,
     Pong,
     Predict,
@@ -31,7 +31,7 @@ from weightd.protocol.messages.children import (
     Probing,
     Settle,
 )
-from weightd.protocol.messages.findings import Case, Cases, Rows
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, Rows
 from weightd.worker import libraries, nativelog, weights
 from weightd.worker.batching import evidence
 from weightd.worker.canary import canary, sample, search, shapes
@@ -150,7 +150,7 @@ class Session(Life):
         self._predictor = Predictor(engine, self._answer)
         self._heap = Heap(engine.give_back)
         # On what the model does not run, as far as it is known.
-        self._unfit: Cases = ()
+        self._unfit: SelfTestCases = ()
 
     def _take_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
         if self._heirs.forker is not None:
@@ -182,7 +182,7 @@ class Session(Life):
         sharing, (origin, note, _) = self._engine.sharing, self._origin
         return Hello(sharing.current_pid(), sha256, found, sharing.traits, origin, note, self._engine.concurrency)
 
-    def _do(self, order: OrderMessage) -> None:
+    def _do(self, order: ChildOrder) -> None:
         if isinstance(order, Build):
             self._build(order)
         elif isinstance(order, Attach):
@@ -207,7 +207,7 @@ class Session(Life):
         # Each known answer is that of a model that has computed no other shape.
         engine.by_shape = engine.grows
         known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
-        first: Case = {}
+        first: SelfTestCase = {}
         if engine.grows:
             engine.by_shape, first = self._find_shapes(order, known, build)
         if known.digest and self._tolerance:
@@ -252,7 +252,7 @@ class Session(Life):
             )
         )
 
-    def _find_shapes(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, Case]:
+    def _find_shapes(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
         They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
@@ -286,7 +286,7 @@ class Session(Life):
             return True
         return further is not None and canary.difference(further, self._run_resized(further.cases[0])) > self._tolerance
 
-    def _run_further(self, cases: Cases, first: Case, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
+    def _run_further(self, cases: SelfTestCases, first: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
@@ -304,12 +304,12 @@ class Session(Life):
         finally:
             self._probing((), self._unfit)
 
-    def _run_resized(self, case: Case) -> canary.Canary:
+    def _run_resized(self, case: SelfTestCase) -> canary.Canary:
         """Run a shape that is not the sample's."""
         engine = self._engine
         return canary.of((case,), [engine.predict(shapes.inputs(engine.signature, case, self._sample))])
 
-    def _largest(self, cases: Cases, rows: int) -> Case:
+    def _largest(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
         """Return the largest shape that is known to be needed, {} where there is but one shape.
 
         Raises:
@@ -323,7 +323,7 @@ class Session(Life):
         case = shapes.largest(engine.signature, cases, rows)
         return case if any(case != each for each in cases) else {}
 
-    def _compute_first(self, case: Case, rebuild: Callable[[], None]) -> Case:
+    def _compute_first(self, case: SelfTestCase, rebuild: Callable[[], None]) -> SelfTestCase:
         """Compute this shape first, so that none that it covers causes another build later; return {} if that fails.
 
         Args:
@@ -459,7 +459,7 @@ class Session(Life):
         self._engine.give_back()
         return digest != found.digest
 
-    def _probing(self, trying: Cases, unfit: Cases) -> None:
+    def _probing(self, trying: SelfTestCases, unfit: SelfTestCases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
         self._unfit = unfit
         self._send(Probing(trying, unfit))
@@ -473,7 +473,7 @@ class Session(Life):
         if self._files.sample:
             self._sample = sample.load(self._files.sample, self._engine.signature)
 
-    def _run(self, cases: Cases) -> canary.Canary:
+    def _run(self, cases: SelfTestCases) -> canary.Canary:
         return canary.run(self._engine, cases, self._sample)
 
     def _holders_if_near(self, answer: canary.Canary) -> canary.Canary:

@@ -54,7 +54,7 @@ from weightd.protocol.messages.children import (
     Fork,
     Forked,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Predict,
     Skip,
     Stop,
@@ -122,7 +122,7 @@ class Backend:
         # What could not be done at once is told to its owner after the actions that ordered it.
         self._deferred: list[Callable[[float], None]] = []
         # For children of the daemon before this one, which are not connected yet: they get them when they are heard.
-        self._held_orders: dict[str, list[OrderMessage]] = {}
+        self._held_orders: dict[str, list[ChildOrder]] = {}
         # A child that finds the socket finds the lane.
         self._channels = Lanes(config.channel_socket, loop, self._name_of, self._on_channel_message, self._on_channel_error)
         self._address = config.children_address
@@ -280,7 +280,7 @@ class Backend:
             self._start(process_spec, program.spawn_reason or why)
 
     def send_order(
-        self, name: str, message: OrderMessage, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
+        self, name: str, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
     ) -> None:
         """Send an order to a child; one that cannot be reached is dying, and its pidfd will tell."""
         encoded = [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]

@@ -22,7 +22,7 @@ from weightd.protocol.codec import encode
 from weightd.protocol.errors import RemoteProtocolError
 from weightd.protocol.framing import Incoming
 from weightd.protocol.messages.children import Map, Unmap
-from weightd.shared.stream import Stream, keep_much
+from weightd.shared.stream import Stream, enlarge_send_buffer
 
 # What a child has said at once is heard at once, but for this bound: others have their turn.
 _MAX_READS = 8
@@ -98,7 +98,7 @@ class Lanes:
         """Keep small messages to a child back until the end of this turn: what comes belongs together."""
         channel = self._channels.get(name)
         if channel is not None:
-            channel.hold()
+            channel.cork()
             self._loop.call_soon(functools.partial(self._uncork, channel))
 
     def unmap(self, number: int) -> None:
@@ -119,7 +119,7 @@ class Lanes:
             return
         self.read_all(name)
         self._close(name)
-        keep_much(connection)
+        enlarge_send_buffer(connection)
         channel = self._channels[name] = Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES))
         self._worker_regions[name] = Mapped()
         self._loop.add(channel.fileno(), functools.partial(self._read, name, channel))
@@ -185,7 +185,7 @@ class Lanes:
 
     def _uncork(self, channel: Stream) -> None:
         try:
-            if channel in self._channels.values() and not channel.let_go():
+            if channel in self._channels.values() and not channel.uncork():
                 self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
         except ConnectionError:
             # As for one message.

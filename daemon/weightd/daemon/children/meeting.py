@@ -19,7 +19,7 @@ from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.engines import ranktable
 from weightd.daemon.engines.ascend import physical_id
 from weightd.daemon.host.cores import allowed_cores
-from weightd.shared.cores import listed
+from weightd.shared.cores import format_cpulist
 from weightd.shared.devices import card_of
 from weightd.shared.meeting import Meeting
 
@@ -128,4 +128,4 @@ def _rank_cores(rank: int, size: int) -> str:
     """
     cores = sorted(allowed_cores())
     cores_per_rank = len(cores) // size
-    return listed(cores[rank * cores_per_rank :][:cores_per_rank])
+    return format_cpulist(cores[rank * cores_per_rank :][:cores_per_rank])

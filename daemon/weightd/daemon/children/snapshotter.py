@@ -29,13 +29,13 @@ from weightd.shared.modelfile import (
     Model,
     ModelFileError,
     check_locations,
-    combined,
-    identity,
+    combine_digests,
+    files_identity,
     model_files,
     open_file,
 )
-from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with
+from weightd.shared.oom import raise_score
+from weightd.shared.parent import die_with_parent
 from weightd.shared.reach import OPERATOR, Grant
 from weightd.shared.transient import is_transient
 
@@ -173,24 +173,24 @@ def take_snapshot(
     directory.mkdir(mode=0o700)
     progress = progress or Meter()
     with Model(model, grant=grant) as original:
-        source_identity = identity(original.files) if _is_settled(original) else ""
+        source_identity = files_identity(original.files) if _is_settled(original) else ""
         copy = directory / original.files[0].name
         is_same_source = previous is not None and source_identity and source_identity == previous.source_identity
         if previous is not None and is_same_source and expected_sha256 and previous.sha256 != expected_sha256:
             raise ModelChanged(changed_message(model, expected_sha256, previous.sha256))
         if previous is not None and is_same_source and _link_files(previous, copy):
             original.check_unchanged()
-            return previous._replace(path=str(copy), identity=identity(model_files(copy, own=True)))
+            return previous._replace(path=str(copy), identity=files_identity(model_files(copy, is_own_copy=True)))
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
         # Whoever loads the copy goes by what the copy names, whatever the original has named.
-        copies = model_files(copy, own=True)
+        copies = model_files(copy, is_own_copy=True)
         original.check_same(copies)
         if copy.suffix == ".mindir":
             check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
-        return Taken(str(copy), combined(copies, digests), nbytes, identity(copies), source_identity)
+        return Taken(str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity)
 
 
 def _is_settled(model: Model) -> bool:
@@ -218,8 +218,8 @@ def _link_files(previous: Taken, copy: Path) -> bool:
     """Give the files of a snapshot that is there already these names, too; False if it is not what it was."""
     linked: list[Path] = []
     try:
-        existing = model_files(Path(previous.path), own=True)
-        if identity(existing) != previous.identity:
+        existing = model_files(Path(previous.path), is_own_copy=True)
+        if files_identity(existing) != previous.identity:
             return False
         for file in existing:
             target = copy.parent / file.name
@@ -323,8 +323,8 @@ def main() -> None:
     """Be the process."""
     # Ctrl-C is the daemon's to act on.
     signals.reset(signal.SIGINT)
-    die_with(int(sys.argv[1]))
-    go_before_the_daemon("worker")
+    die_with_parent(int(sys.argv[1]))
+    raise_score("worker")
     order = Order.from_json(sys.stdin.buffer.read())
     reply = run_requests(order.requests, order.files, Meter(Path(order.progress_path), len(order.requests)))
     print(json.dumps(reply))

@@ -148,5 +148,5 @@ class Connection:
         """End it: what it has been told already it can still read."""
         self.leaving = True
         with contextlib.suppress(OSError):
-            self.stream.let_go()
+            self.stream.uncork()
             self.stream.connection.shutdown(socket.SHUT_RDWR)

@@ -28,7 +28,7 @@ from weightd.daemon.host.loop import Loop
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import InvalidArgument, RemoteProtocolError, RequestError, ResourceExhausted
-from weightd.protocol.framing import Incoming, Message, head
+from weightd.protocol.framing import Incoming, Message, message_prefix
 from weightd.protocol.messages.data import Error
 from weightd.shared import memfd
 from weightd.shared.stream import Stream
@@ -165,8 +165,8 @@ class Connections:
         """Let somebody in; the socket is this object's from now on."""
         key = next(self._keys).to_bytes(8, "big")
         max_frame_bytes = min(self._memory_budget.max_bytes, limits.MAX_FRAME_BYTES)
-        incoming = Incoming(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), most=_MAX_MESSAGES_PER_TURN)
-        stream = Stream(connection, incoming, takes_descriptors=identity.is_near)
+        incoming = Incoming(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), max_messages=_MAX_MESSAGES_PER_TURN)
+        stream = Stream(connection, incoming, accepts_descriptors=identity.is_near)
         client = self._by_key[key] = Connection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
         if identity.is_near and self._admission.add_connection(client.owner) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
@@ -294,21 +294,21 @@ class Connections:
                 return False
         if connection.stream.descriptors:
             self._wait_for_message(connection)
-        return not connection.stream.incoming.is_behind
+        return not connection.stream.frame_reader.is_backlogged
 
     def _read_messages(self, connection: Connection) -> deque[Message]:
         stream = connection.stream
-        incoming = stream.incoming
+        incoming = stream.frame_reader
         # Of a large frame so much is read at once that it cannot be looked at before.
         if (
             connection.identity.is_near
             and self.fd_closer.is_backlogged(connection.owner)
-            and (incoming.missing > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
+            and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
             self._reject_and_disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
             return deque()
         try:
-            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
+            messages = incoming.receive(b"") if incoming.is_backlogged else stream.receive()
         except ConnectionError:
             self._on_disconnected(connection)
             return deque()
@@ -318,14 +318,14 @@ class Connections:
             return deque()
         if stream.descriptors and not self._may_keep_descriptors(connection):
             return deque()
-        if connection.arriving and not incoming.announced:
+        if connection.arriving and not incoming.admitted_bytes:
             self._memory_budget.release(connection.key, connection.arriving)
             connection.arriving = 0
         return deque(messages)
 
     def _wait_for_message(self, connection: Connection) -> None:
         """A client's descriptors are there: they are refused where no message is that they may go with."""
-        if connection.stream.incoming.is_idle:
+        if connection.stream.frame_reader.is_idle:
             self.reject_descriptors(connection)
             return
         self._awaiting_message = {each for each in self._awaiting_message if each.stream.descriptors} | {connection}
@@ -374,7 +374,7 @@ class Connections:
             return False
         if self._corked is not None and connection not in self._corked:
             self._corked.add(connection)
-            connection.stream.hold()
+            connection.stream.cork()
         try:
             if connection.stream.send(frames):
                 return True
@@ -397,7 +397,7 @@ class Connections:
             if connection.key not in self._by_key:
                 continue
             try:
-                if not connection.stream.let_go():
+                if not connection.stream.uncork():
                     self._send_later(connection)
             except ConnectionError:
                 self.dropped_messages += 1
@@ -441,4 +441,4 @@ class Connections:
 def _refusal_message(reason: str) -> bytes:
     """Return the message to a client whose connection is refused."""
     frames = encode(Error("", ResourceExhausted.code, f"{reason}: this connection ends"))
-    return b"".join([head(frames), *frames])
+    return b"".join([message_prefix(frames), *frames])

@@ -31,7 +31,7 @@ from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits, preview
-from weightd.protocol.codec import Decoder, clip, encode, heading, request_items
+from weightd.protocol.codec import Decoder, clip, encode, heading, max_request_items
 from weightd.protocol.errors import (
     Internal,
     InvalidArgument,
@@ -64,7 +64,7 @@ from weightd.protocol.messages.journal import Events, EventsResponse, Logs, Logs
 from weightd.protocol.messages.metrics import Metrics, MetricsResponse
 from weightd.protocol.messages.regions import Register, Registered, Released, Unregister
 from weightd.protocol.messages.status import Status, StatusResponse
-from weightd.protocol.messages.types import FROM_CLIENT, UNANSWERED, DaemonMessage
+from weightd.protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY, DaemonMessage
 from weightd.protocol.version import EXTENSIONS, VERSION
 
 # Of the frames of a message.
@@ -158,7 +158,7 @@ class Frontend:
         self._accounts = authorizer.accounts
         # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
-        self._decoder = Decoder(FROM_CLIENT, items_for=self._max_description_items)
+        self._decoder = Decoder(FROM_CLIENT, max_items_for=self._max_description_items)
         self.memory_budget = Room(max_memory_bytes, self._user_of, lambda: self._heap_trimmer.on_large_message(clock.now()))
         self.regions = Registry(max_shm_bytes, self._user_of, functools.partial(loop.call_soon, self._unmap_closed))
         self._heap_trimmer = Upkeep(self.memory_budget)
@@ -344,7 +344,7 @@ class Frontend:
     def _reject_message(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
         """Refuse a message that is not heard, whatever it asks. It is not decoded."""
         head = heading(frames)
-        if head.type not in UNANSWERED:
+        if head.type not in MESSAGES_WITHOUT_REPLY:
             self.tell_error(connection.key, head.id, error)
 
     def _max_description_items(self, tenant: Tenant, leading_fields: Mapping[str, Any]) -> int | None:
@@ -361,7 +361,7 @@ class Frontend:
             # It may exist for the tenant that the message names.
             return None
         signature = self._find_model(name, tenant).dispatcher.signature.built
-        return None if signature is None else request_items(len(signature.inputs), len(signature.outputs))
+        return None if signature is None else max_request_items(len(signature.inputs), len(signature.outputs))
 
     # --- what a client may ask: each raises a RequestError where it is refused --------------------------------------
 

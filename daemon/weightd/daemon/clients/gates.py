@@ -201,7 +201,7 @@ class Gates:
             listener.restart_at = now + _MAX_BACKOFF_S
             return
         number = next(self._proxy_numbers)
-        listener.stream = Stream(daemon_end, takes_descriptors=True)
+        listener.stream = Stream(daemon_end, accepts_descriptors=True)
         self._loop.add(daemon_end.fileno(), lambda: self._on_proxy_readable(listener))
         self._proxy_by_number[number] = listener.proxy
         with proxy_end:

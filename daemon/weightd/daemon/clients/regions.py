@@ -156,7 +156,7 @@ class Registry:
 
 def _memfd_bytes(descriptor: int) -> int:
     try:
-        return memfd.size(descriptor)
+        return memfd.checked_size(descriptor)
     except memfd.NotShareable as error:
         raise InvalidArgument(f"register: {error}") from None
 

@@ -14,7 +14,7 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError
 from weightd.shared import paths, tcp
 
-EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp.FORM}"
+EXPECTED_FORM = f"ipc:///ABSOLUTE/PATH or {tcp.EXPECTED_FORM}"
 
 _IPC = "ipc://"
 _UNIX = "unix://"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many
+from weightd.protocol.schema import FieldError, boolean, integer, list_of
 
 # Of one predict. On a CPU nothing is gained by far fewer, and what is tested at load takes the longer the more it is.
 MAX_ROWS = 4096
@@ -29,7 +29,7 @@ class Batching:
     """Whether requests share a predict only where that was tested to leave every bit of their answers as it is. With
     false they share it anyway, but never with a request of another client."""
 
-    sizes: tuple[int, ...] = field(default=(), metadata=many(integer(1, MAX_ROWS), limits.MAX_TENSORS))
+    sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
     """On a card: the only numbers of rows that the model's graph was made for, ascending. What is fewer is padded, and
     what was added is cut off the answer. Default: any number of rows."""
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from weightd.protocol import limits
-from weightd.protocol.messages.findings import Case
-from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
+from weightd.protocol.messages.findings import SelfTestCase
+from weightd.protocol.schema import FieldError, Kind, integer, list_of, mapping, short_repr, text
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-SelfTestSetting = str | Case
+SelfTestSetting = str | SelfTestCase
 
 AUTO = "auto"
 OFF = "off"
@@ -23,7 +23,7 @@ OFF = "off"
 _EXPECTED = '"auto", "off", a path that ends in .npz, or a table of shapes by input name'
 
 # A shape has no free dimension, and an input without elements shows nothing.
-_SHAPES_KIND = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
+_SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["kind"]
 _PATH_KIND = text(limits.MAX_PATH_BYTES)["kind"]
 
 
@@ -55,10 +55,10 @@ def inputs_path(setting: SelfTestSetting) -> str:
 
 def _check_value(value: Any) -> SelfTestSetting:
     if isinstance(value, dict) and value:
-        return cast("Case", _SHAPES_KIND.check(cast("Any", value)))
+        return cast("SelfTestCase", _SHAPES_KIND.check(cast("Any", value)))
     if isinstance(value, str) and (value in (AUTO, OFF) or value.endswith(".npz")) and "\0" not in value:
         return cast("str", _PATH_KIND.check(value))
-    raise FieldError(f"expected {_EXPECTED}, got {shown(cast('object', value))}")
+    raise FieldError(f"expected {_EXPECTED}, got {short_repr(cast('object', value))}")
 
 
 def _to_plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from weightd.daemon.config.defaults import Unit, default_cache_dir, default_runt
 from weightd.daemon.host.admission import Limits
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, integer, many, number, text
+from weightd.protocol.schema import FieldError, integer, list_of, number, text
 from weightd.shared import paths
 from weightd.shared.tables import MAX_SECONDS, Problems
 from weightd.shared.userpaths import user_path
@@ -71,7 +71,7 @@ class DaemonConfig:
     """Where metrics are told to Prometheus, by HTTP at /metrics: HOST:PORT, as 127.0.0.1:9464, or unix:/ABSOLUTE/PATH.
     Whoever reaches it sees those of all tenants; over TCP that is everybody on the host. Default: nowhere."""
 
-    pass_environment: tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_NAME_BYTES), 256))
+    pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
     """Further environment variables that workers get, by name or, with * at the end, by how the name begins. They get
     those that engines read, and no others."""
 
@@ -83,7 +83,7 @@ class DaemonConfig:
     @property
     def daemon_key(self) -> str:
         """A short name for this daemon, made from its socket: two daemons never share a file."""
-        return paths.key(self.socket)
+        return paths.daemon_key(self.socket)
 
     @property
     def private_dir(self) -> Path:
@@ -108,7 +108,7 @@ class DaemonConfig:
     @property
     def channel_socket(self) -> Path:
         """The socket beside it, for their requests."""
-        return Path(paths.lane_path(self.children_address))
+        return Path(paths.channel_path(self.children_address))
 
     @property
     def unix_socket(self) -> Path:
@@ -134,12 +134,12 @@ def complete_daemon(
     socket = config.socket or default_socket
     complete = dataclasses.replace(config, socket=socket, runtime_dir=runtime_dir, cache_dir=cache_dir)
     path_errors = addresses.check_socket_path(str(complete.channel_socket))
-    problems.note((each.at(".runtime_dir") for each in path_errors), "runtime_dir")
-    problems.note(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
-    problems.note(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
-    problems.note(_check_accounting_interval(config.accounting_interval), "accounting_interval")
-    problems.note(_check_max_batch_time(config.max_job_s), "max_job_s")
-    problems.note(_check_metrics(config.metrics), "metrics")
+    problems.add((each.at(".runtime_dir") for each in path_errors), "runtime_dir")
+    problems.add(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
+    problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
+    problems.add(_check_accounting_interval(config.accounting_interval), "accounting_interval")
+    problems.add(_check_max_batch_time(config.max_job_s), "max_job_s")
+    problems.add(_check_metrics(config.metrics), "metrics")
     return complete
 
 

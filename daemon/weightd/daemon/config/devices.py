@@ -10,7 +10,7 @@ from weightd.daemon.engines import ascend
 from weightd.daemon.engines.ranktable import is_address
 from weightd.daemon.host.cores import allowed_cores
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, integer, label, shown, text
+from weightd.protocol.schema import FieldError, integer, label, short_repr, text
 from weightd.shared import cores, tables
 from weightd.shared.devices import card_of, has_cores
 from weightd.shared.tables import Problems
@@ -37,7 +37,7 @@ class DeviceConfig:
     def cores(self) -> frozenset[int]:
         """The cores; none where `cpus` is no list of them."""
         try:
-            return cores.parse(self.cpus)
+            return cores.parse_cpulist(self.cpus)
         except ValueError:
             return frozenset()
 
@@ -55,8 +55,8 @@ def read_devices(content: Any, problems: Problems) -> dict[str, DeviceConfig]:
         with problems.at(f".{label(name)}"):
             if card_of(name) is None and not has_cores(name):
                 raise FieldError('expected the name of a card, such as "ascend:0", or of a set of cores, "cpu:0"')
-            devices[name] = device = tables.read(DeviceConfig, table, problems)
-            problems.note(_check_core_set(device) if has_cores(name) else _check_card(device), "cpus", "ip")
+            devices[name] = device = tables.read_table(DeviceConfig, table, problems)
+            problems.add(_check_core_set(device) if has_cores(name) else _check_card(device), "cpus", "ip")
     return devices
 
 
@@ -64,7 +64,7 @@ def _check_card(device: DeviceConfig) -> Iterator[FieldError]:
     if device.cpus:
         yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
     if device.ip and not is_address(device.ip):
-        yield FieldError(f'expected an address such as "192.168.1.8", got {shown(device.ip)}').at(".ip")
+        yield FieldError(f'expected an address such as "192.168.1.8", got {short_repr(device.ip)}').at(".ip")
 
 
 def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
@@ -72,8 +72,8 @@ def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
         if getattr(device, key) != getattr(DeviceConfig, key):
             yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
     if not device.cores:
-        yield FieldError(f'expected cores such as "0-3,8", got {shown(device.cpus)}').at(".cpus")
+        yield FieldError(f'expected cores such as "0-3,8", got {short_repr(device.cpus)}').at(".cpus")
     missing = device.cores - allowed_cores()
     if missing:
-        expected = f"expected cores of those that weightd may use, {cores.listed(allowed_cores())}"
-        yield FieldError(f"{expected}, got {cores.listed(missing)}").at(".cpus")
+        expected = f"expected cores of those that weightd may use, {cores.format_cpulist(allowed_cores())}"
+        yield FieldError(f"{expected}, got {cores.format_cpulist(missing)}").at(".cpus")

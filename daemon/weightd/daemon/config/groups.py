@@ -12,7 +12,7 @@ from weightd.daemon.config.membership import Membership
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, label, many, one_of, text
+from weightd.protocol.schema import FieldError, label, list_of, one_of, text
 from weightd.shared import tables
 from weightd.shared.tables import Problems, derived
 
@@ -30,7 +30,7 @@ BOTH = "both"
 class GroupConfig:
     """A table [groups.NAME]."""
 
-    models: tuple[str, ...] = field(metadata=many(_NAME, limits.MAX_MEMBERS))
+    models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_GROUP_MODELS))
     """The models, by name, at least two: on each of their devices, one process serves all of them, one predict after
     another. Where one fails so that its process has to go, all of them come up again."""
 
@@ -38,7 +38,7 @@ class GroupConfig:
     """What they have in common: the "workspace", as large as the largest of them needs; the "weights", which pays only
     for models with the same `path`; or both."""
 
-    devices: tuple[str, ...] = field(default=(), metadata=derived(many(_NAME, limits.MAX_DEVICES)))
+    devices: tuple[str, ...] = field(default=(), metadata=derived(list_of(_NAME, limits.MAX_DEVICES)))
     """The devices of its models, which are the same for all."""
 
     @property
@@ -70,9 +70,9 @@ def read_groups(content: Any, names: Collection[str], problems: Problems) -> dic
     for name, table in cast("dict[str, Any]", content).items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
-            problems.note(check_name("group", name))
-            group = tables.read(GroupConfig, table, problems, section=f"groups.{name}")
-            problems.note(_check_members(group.models or (), name, names, group_by_model), "models")
+            problems.add(check_name("group", name))
+            group = tables.read_table(GroupConfig, table, problems, section=f"groups.{name}")
+            problems.add(_check_members(group.models or (), name, names, group_by_model), "models")
             if len(problems.errors) == before:
                 groups[name] = group
     return groups
@@ -99,7 +99,7 @@ def complete_groups(
             continue
         members = {each: models[each] for each in group.models}
         with problems.at(f".{label(name)}"):
-            problems.note(_check_group(group, members))
+            problems.add(_check_group(group, members))
         complete[name] = dataclasses.replace(group, devices=members[group.models[0]].devices)
     return complete
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from weightd.protocol.schema import FieldError, got, label
+from weightd.protocol.schema import FieldError, describe_value, label
 from weightd.shared.keys import KeyFileError, read_public
 from weightd.shared.tables import Problems
 
@@ -81,12 +81,12 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
         try:
             number = look_up_id(account)
         except (KeyError, ValueError, OSError):
-            raise FieldError(f"expected a {kind} of this host, by name or number, got {got(account)}") from None
+            raise FieldError(f"expected a {kind} of this host, by name or number, got {describe_value(account)}") from None
     if number > _MAX_ID:
-        raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {got(account)}")
+        raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {describe_value(account)}")
     if number == OVERFLOW_ID:
         text = f"{OVERFLOW_ID} stands for each {kind} that the kernel cannot name, as those that a namespace hides"
-        raise FieldError(f"expected another {kind}, got {got(account)}: {text}")
+        raise FieldError(f"expected another {kind}, got {describe_value(account)}: {text}")
     return number
 
 
@@ -98,8 +98,8 @@ def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iter
             other = tenant_by_identity.setdefault(who, name)
             if other != name:
                 before = identities_by_tenant[other][who]
-                same = "" if before == spelling else f", as {got(before)}"
-                yield name, FieldError(f"{got(spelling)} is in tenant {label(other)} already{same}")
+                same = "" if before == spelling else f", as {describe_value(before)}"
+                yield name, FieldError(f"{describe_value(spelling)} is in tenant {label(other)} already{same}")
 
 
 def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str, problems: Problems) -> dict[T, str]:
@@ -110,5 +110,5 @@ def _look_up_all(names: Iterable[str], look_up_one: Callable[[str], T], key: str
             found.setdefault(look_up_one(each), each)
         except FieldError as error:
             errors.append(error.at(f"[{index}]").at(f".{key}"))
-    problems.note(errors)
+    problems.add(errors)
     return found

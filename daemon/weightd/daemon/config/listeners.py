@@ -15,7 +15,7 @@ from weightd.daemon.config.daemon import DaemonConfig
 from weightd.daemon.config.names import check_name
 from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, got, integer, label, many, one_of, text
+from weightd.protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
 from weightd.shared import tables, tcp
 from weightd.shared.keys import KEY_CHARACTERS, KeyFileError, read_secret
 from weightd.shared.tables import Problems, derived
@@ -52,7 +52,7 @@ class ListenerConfig:
     insecure: bool = field(default=False, metadata=boolean())
     """Needed for tcp:// without "curve": whoever reaches the port may ask, and read and change what others say."""
 
-    tenants: tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
+    tenants: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
     """The tenants for which it is; others are refused there. None: all."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
@@ -92,15 +92,15 @@ def read_listeners(
     error_count = len(problems.errors)
     for name, table in listener_tables.items():
         with problems.at(f".{label(name)}"):
-            problems.note(check_name("listener", name))
-            listener = tables.read(ListenerConfig, table, problems, section=f"listeners.{name}")
+            problems.add(check_name("listener", name))
+            listener = tables.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
             # It is None where it is missing.
-            problems.note((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
-            problems.note(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
-            problems.note(_check_tenants(listener, tenants), "tenants")
+            problems.add((each.at(".address") for each in addresses.check_address(listener.address or "")), "address")
+            problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
+            problems.add(_check_tenants(listener, tenants), "tenants")
             listeners[name] = _with_secret_key(listener, base, problems)
     if listener_tables and len(problems.errors) == error_count:
-        problems.note(_check_all_listeners(listeners, listen_addresses))
+        problems.add(_check_all_listeners(listeners, listen_addresses))
     return listeners or _default_listeners(daemon, listen_addresses, problems)
 
 
@@ -144,7 +144,7 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
 def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> Iterator[FieldError]:
     for index, each in enumerate(listener.tenants):
         if each not in tenants:
-            yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".tenants")
+            yield FieldError(f"expected a tenant that has a table, got {describe_value(each)}").at(f"[{index}]").at(".tenants")
 
 
 def _with_secret_key(listener: ListenerConfig, base: Path, problems: Problems) -> ListenerConfig:
@@ -154,7 +154,7 @@ def _with_secret_key(listener: ListenerConfig, base: Path, problems: Problems) -
     try:
         secret = read_secret(path)
     except KeyFileError as error:
-        problems.note([FieldError(str(error)).at(".key")], "key")
+        problems.add([FieldError(str(error)).at(".key")], "key")
         return listener
     return dataclasses.replace(listener, key=str(path), secret=secret)
 
@@ -182,6 +182,6 @@ def _default_listeners(daemon: DaemonConfig, listen_addresses: Sequence[str], pr
             table = (
                 f'a table [listeners.NAME] with address = "{address}" that has security = "curve", or insecure = true'
             )
-            problems.note([FieldError(f"expected {table}: {_INSECURE_TCP_TEXT}")])
+            problems.add([FieldError(f"expected {table}: {_INSECURE_TCP_TEXT}")])
     names = (f"{_DEFAULT_NAME}-{number}" if number > 1 else _DEFAULT_NAME for number in itertools.count(1))
     return {name: ListenerConfig(address) for name, address in zip(names, passed_addresses, strict=False)}

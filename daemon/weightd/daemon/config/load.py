@@ -20,7 +20,7 @@ from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.schema import FieldError, label
 from weightd.shared import tables
-from weightd.shared.regular import CONFIG_BYTES, read_regular
+from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
 from weightd.shared.tables import Problems
 
 if sys.version_info >= (3, 11):
@@ -107,7 +107,7 @@ def read_text(path: Path) -> str:
     """
     try:
         # Some editors begin a text with a byte order mark.
-        return read_regular(path, CONFIG_BYTES).decode("utf-8-sig")
+        return read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:
@@ -159,9 +159,9 @@ def _parse_tables(
     tenants: dict[str, TenantConfig] = {}
     for key in content:
         if key not in _TABLES:
-            problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
+            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".daemon"):
-        daemon = tables.read(DaemonConfig, content.get("daemon", {}), problems)
+        daemon = tables.read_table(DaemonConfig, content.get("daemon", {}), problems)
         daemon = complete_daemon(daemon, base, listen_addresses, problems, unit)
     with problems.at(".tenants"):
         tenants = read_tenants(content.get("tenants", {}), base, problems)
@@ -196,14 +196,14 @@ def _read_models(
     for name, table in models.items():
         before = len(problems.errors)
         with problems.at(f".{label(name)}"):
-            model = tables.read(ModelConfig, table, problems, section=f"models.{name}")
+            model = tables.read_table(ModelConfig, table, problems, section=f"models.{name}")
             model = with_member_defaults(model) if name in group_members else model
             model = rankrules.with_rank_defaults(model, devices, base, problems)
             model = complete_model(name, model, devices, base, problems)
             model = rankrules.apply_rank_rules(model, problems)
-            if problems.wrong().isdisjoint(LOAD_KEYS):
+            if problems.wrong_keys().isdisjoint(LOAD_KEYS):
                 loadable[name] = model
             if len(problems.errors) == before:
                 valid[name] = model
-    problems.note(rankrules.check_card_ports(valid))
+    problems.add(rankrules.check_card_ports(valid))
     return valid, loadable

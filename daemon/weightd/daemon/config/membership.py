@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from weightd.protocol import limits
-from weightd.protocol.schema import many, text
+from weightd.protocol.schema import list_of, text
 
 _NAME = text(limits.MAX_NAME_BYTES)
 
@@ -23,5 +23,5 @@ class Membership:
 
     name: str = field(metadata=_NAME)
     share: str = field(metadata=_NAME)
-    models: tuple[str, ...] = field(metadata=many(_NAME, limits.MAX_MODELS))
+    models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_MODELS))
     digest: str = field(metadata=_NAME)

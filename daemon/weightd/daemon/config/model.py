@@ -21,7 +21,7 @@ from weightd.daemon.engines import ENGINES, ascend, engine_for
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many, number, one_of, record, text
+from weightd.protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
 from weightd.shared import cores
 from weightd.shared.devices import CPU, card_of, has_cores, is_cpu
 from weightd.shared.tables import MAX_SECONDS, Problems, derived
@@ -61,7 +61,7 @@ class ModelConfig:
     """Further processes that are attached, and take requests when a worker of their device is lost. Default: 0, on
     Ascend 1."""
 
-    devices: tuple[str, ...] = field(default=(CPU,), metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
+    devices: tuple[str, ...] = field(default=(CPU,), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
     """Where the model runs: ["cpu"], or sets of cores as in ["cpu:0", "cpu:1"], or cards as in ["ascend:0",
     "ascend:1"], each with workers of its own. A set of cores has a table [devices."cpu:N"]."""
 
@@ -136,7 +136,7 @@ class ModelConfig:
     ranks: Ranks | None = field(default=None, metadata=record(Ranks))
     """The processes that compute this model together, each with a slice of it."""
 
-    cores: tuple[str, ...] = field(default=(), metadata=derived(many(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
+    cores: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES)))
     """The cores of each of its devices, if they are sets of cores."""
 
     group: Membership | None = field(default=None, metadata=derived(record(Membership)))
@@ -215,10 +215,10 @@ def complete_model(
     `devices` are the tables of those that have one. Ranks and groups have filled in what they say for its defaults.
     """
     config = dataclasses.replace(config, sharing=config.sharing or "on")
-    problems.note(check_name("model", name))
-    problems.note(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
+    problems.add(check_name("model", name))
+    problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
-        problems.note(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
+        problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
     inputs_path = canary_config.inputs_path(config.canary)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
@@ -230,7 +230,7 @@ def complete_model(
         spares=_spare_count(config),
         batching=config.batching.fill_defaults(),
         cores=tuple(
-            cores.listed(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
+            cores.format_cpulist(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
         mindspore_lite=config.mindspore_lite.resolve_paths(base),
         canary=str(base / inputs_path) if inputs_path else config.canary,
@@ -279,7 +279,7 @@ def _check_core_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig])
             continue
         common = sorted(core for core in devices[device].cores if device_by_core.setdefault(core, device) != device)
         if common:
-            text = f"{device} and {device_by_core[common[0]]} have cores in common: {cores.listed(common)}"
+            text = f"{device} and {device_by_core[common[0]]} have cores in common: {cores.format_cpulist(common)}"
             yield FieldError(text).at(f".devices[{index}]")
 
 

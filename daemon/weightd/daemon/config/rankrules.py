@@ -37,8 +37,8 @@ def with_rank_defaults(config: ModelConfig, devices: Mapping[str, DeviceConfig],
         return config
     if config.devices != ModelConfig.devices:
         text = "where a model has ranks, its devices are a key of their table [models.NAME.ranks]"
-        problems.note([FieldError(text).at(".devices")], "devices")
-    problems.note((error.at(".ranks") for error in config.ranks.problems()), "ranks")
+        problems.add([FieldError(text).at(".devices")], "devices")
+    problems.add((error.at(".ranks") for error in config.ranks.problems()), "ranks")
     path = str(base / (config.path or ""))
     ranks = complete_ranks(config.ranks, engine_name(config), path, base, devices)
     return dataclasses.replace(config, ranks=ranks, devices=ranks.all_devices, sharing=config.sharing or "off")
@@ -49,7 +49,7 @@ def apply_rank_rules(config: ModelConfig, problems: Problems) -> ModelConfig:
     if config.ranks is None:
         return config
     for needed, rule in _RULES:
-        problems.note(rule(config, config.ranks), *needed)
+        problems.add(rule(config, config.ranks), *needed)
     if config.engine != MINDSPORE_LITE:
         return config
     # The library knows ranks by its graph engine alone.

@@ -15,7 +15,7 @@ from typing import Any, cast
 from weightd.daemon.config.devices import DeviceConfig
 from weightd.daemon.host.memory import MIB
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, Kind, integer, many, mapping, shown, text
+from weightd.protocol.schema import FieldError, Kind, integer, list_of, mapping, short_repr, text
 from weightd.shared.devices import CPU, is_cpu
 from weightd.shared.tables import derived
 from weightd.shared.userpaths import user_path
@@ -40,8 +40,8 @@ _TOO_FEW_RANKS = "expected at least two ranks; a model of one is served without 
 
 _NAME_METADATA = text(limits.MAX_NAME_BYTES)
 _PATH_METADATA = user_path(limits.MAX_PATH_BYTES, empty=True)
-_GROUP_METADATA = many(_NAME_METADATA, MAX_RANKS)
-_GROUPS_METADATA = many(_GROUP_METADATA, MAX_RANKS)
+_GROUP_METADATA = list_of(_NAME_METADATA, MAX_RANKS)
+_GROUPS_METADATA = list_of(_GROUP_METADATA, MAX_RANKS)
 _RANK_KIND = integer(0, MAX_RANKS - 1)["kind"]
 _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
@@ -64,7 +64,7 @@ def _reply_metadata() -> Mapping[str, Kind]:
             number: int = _RANK_KIND.check(value)
             return number
         if value not in (LAST, CONCAT):
-            raise FieldError(f"expected {_REPLY_EXPECTED}, got {shown(value)}")
+            raise FieldError(f"expected {_REPLY_EXPECTED}, got {short_repr(value)}")
         word: str = value
         return word
 
@@ -87,7 +87,7 @@ class Ranks:
     """On cards with MindSpore Lite: the rank table of the vendor's communication library, absolute or relative to this
     file; {group} in it stands for the number of the group, from 0. Default: "generate", weightd writes one."""
 
-    device_ports: tuple[int, ...] = field(default=(), metadata=many(integer(1, 65535), 2))
+    device_ports: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, 65535), 2))
     """Where weightd writes the rank table: the port on which a card's communication listens. With two, a new group
     comes up on the other one, beside the old group, where card and driver allow it. Default: the library's, 16666."""
 
@@ -116,7 +116,7 @@ class Ranks:
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
     """The device of each rank, for each group; all have the same number of ranks."""
 
-    paths: tuple[str, ...] = field(default=(), metadata=derived(many(_PATH_METADATA, MAX_RANKS)))
+    paths: tuple[str, ...] = field(default=(), metadata=derived(list_of(_PATH_METADATA, MAX_RANKS)))
     """The file of each rank."""
 
     device_ips: Mapping[str, str] = field(

@@ -80,10 +80,10 @@ def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Ite
         yield f"{path}: expected a MindIR; this is something else, or only a part of one"
     else:
         slices.signatures.append(signature)
-        if not signature.exported:
+        if not signature.is_mindspore_export:
             yield f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one"
         for what, tensors in (("input", signature.inputs), ("output", signature.outputs)):
-            yield from (f"{path}: {problem}" for problem in mindir.problems(what, tensors))
+            yield from (f"{path}: {problem}" for problem in mindir.find_problems(what, tensors))
 
 
 def _compare_signatures(ranks: Ranks, signatures: Sequence[MindIr]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from weightd.daemon.config import identities
 from weightd.daemon.config.identities import Identities
 from weightd.daemon.config.names import check_name
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, Kind, Metadata, got, integer, label, many, number, one_of, text
+from weightd.protocol.schema import FieldError, Kind, Metadata, describe_value, integer, label, list_of, number, one_of, text
 from weightd.shared import tables
 from weightd.shared.tables import Problems, derived
 from weightd.shared.userpaths import user_path
@@ -64,7 +64,7 @@ def _pattern_metadata() -> Metadata:
         checked: str = names.check(value)
         if not _NAME_PATTERN.fullmatch(checked):
             expected = "a name, or a pattern of ASCII letters, digits, '_', '.', '-', '*' and '?'"
-            raise FieldError(f"expected {expected}, got {got(checked)}")
+            raise FieldError(f"expected {expected}, got {describe_value(checked)}")
         return checked
 
     return {"kind": Kind(check, check, check, "name, or pattern with * and ?")}
@@ -74,27 +74,27 @@ def _pattern_metadata() -> Metadata:
 class TenantConfig:
     """A table [tenants.NAME]."""
 
-    uids: tuple[str, ...] = field(default=(), metadata=many(_account_metadata(), _MAX_ENTRIES))
+    uids: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
     """Users of this host, by name or number: who has connected to a unix socket, as the kernel says."""
 
-    groups: tuple[str, ...] = field(default=(), metadata=many(_account_metadata(), _MAX_ENTRIES))
+    groups: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
     """Groups of this host, by name or number: whoever is in one, and is in no tenant's `uids`."""
 
-    keys: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+    keys: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
 
-    models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=many(_pattern_metadata(), _MAX_ENTRIES))
+    models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
     """The models that there are for it, by name or by a pattern with * and ?."""
 
-    may: tuple[str, ...] = field(default=(INFER,), metadata=many(one_of(RIGHTS), len(RIGHTS)))
+    may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
     """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update its models and, where
     these are all models ("*"), to reload, on the daemon's unix socket."""
 
-    model_dirs: tuple[str, ...] = field(default=(), metadata=many(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+    model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Directories with models to which it may update: every file below them, also one that its user may not read.
     Elsewhere an update takes files that the user may read, and no others."""
 
-    acts_for: tuple[str, ...] = field(default=(), metadata=many(_pattern_metadata(), _MAX_ENTRIES))
+    acts_for: tuple[str, ...] = field(default=(), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
     """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
 
     weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
@@ -125,17 +125,17 @@ class TenantConfig:
     priority_max: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
     """The first level of priority that it may ask for: 1 goes first. 0: any."""
 
-    user_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MAX_ENTRIES)))
+    user_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
     """What `uids` are."""
 
-    group_ids: tuple[int, ...] = field(default=(), metadata=derived(many(integer(0, 2**32 - 1), _MAX_ENTRIES)))
+    group_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
     """What `groups` are."""
 
-    public_keys: tuple[str, ...] = field(default=(), metadata=derived(many(text(40), _MAX_ENTRIES)))
+    public_keys: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(40), _MAX_ENTRIES)))
     """What is in `keys`, in Z85."""
 
     model_directories: tuple[str, ...] = field(
-        default=(), metadata=derived(many(text(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
+        default=(), metadata=derived(list_of(text(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     )
     """What is in `model_dirs`, as absolute paths."""
 
@@ -168,9 +168,9 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
     found_identities: dict[str, Identities] = {}
     for name, table in tenant_tables.items():
         with problems.at(f".{label(name)}"):
-            problems.note(check_name("tenant", name))
-            tenant = tables.read(TenantConfig, table, problems, section=f"tenants.{name}")
-            problems.note(_check_tenant(tenant, tenant_tables))
+            problems.add(check_name("tenant", name))
+            tenant = tables.read_table(TenantConfig, table, problems, section=f"tenants.{name}")
+            problems.add(_check_tenant(tenant, tenant_tables))
             who = found_identities[name] = tenant.look_up_identities(base, problems)
             tenants[name] = dataclasses.replace(
                 tenant,
@@ -179,7 +179,7 @@ def read_tenants(content: Any, base: Path, problems: Problems) -> dict[str, Tena
                 public_keys=tuple(who.keys),
                 model_directories=tenant.absolute_model_dirs(base),
             )
-    problems.note(_check_all_tenants(found_identities))
+    problems.add(_check_all_tenants(found_identities))
     return tenants
 
 
@@ -188,7 +188,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
         yield FieldError(f"expected at least {MIN_WEIGHT:g}, got {tenant.weight:g}").at(".weight")
     for index, each in enumerate(tenant.acts_for):
         if is_exact_name(each) and each not in tenant_names:
-            yield FieldError(f"expected a tenant that has a table, got {got(each)}").at(f"[{index}]").at(".acts_for")
+            yield FieldError(f"expected a tenant that has a table, got {describe_value(each)}").at(f"[{index}]").at(".acts_for")
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:

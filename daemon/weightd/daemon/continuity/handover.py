@@ -18,8 +18,8 @@ from typing import Any, cast
 from weightd.daemon.models.records import DeviceRecord, ModelRecord
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.messages.children import PROTOCOL
-from weightd.protocol.schema import FieldError, decode, integer, many, plain, record, text
+from weightd.protocol.messages.children import CHILD_PROTOCOL_VERSION
+from weightd.protocol.schema import FieldError, decode, integer, list_of, plain, record, text
 from weightd.protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
@@ -37,15 +37,15 @@ class Handover:
 
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
     protocol: int = field(metadata=_COUNT)
-    models: tuple[ModelRecord, ...] = field(metadata=many(record(ModelRecord), limits.MAX_MODELS))
-    devices: tuple[DeviceRecord, ...] = field(metadata=many(record(DeviceRecord), limits.MAX_DEVICES))
+    models: tuple[ModelRecord, ...] = field(metadata=list_of(record(ModelRecord), limits.MAX_MODELS))
+    devices: tuple[DeviceRecord, ...] = field(metadata=list_of(record(DeviceRecord), limits.MAX_DEVICES))
 
 
 def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRecord]) -> None:
     """Replace what is at `path`. If that cannot be, nothing is left there: the next daemon will load anew."""
     new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(plain(Handover(VERSION, PROTOCOL, tuple(models), tuple(devices)))), "utf-8")
+        new.write_text(json.dumps(plain(Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices)))), "utf-8")
         new.replace(path)
     except (OSError, FieldError) as error:
         _log.warning("the next daemon will have to load every model: %s: %s", path, error)
@@ -79,8 +79,8 @@ def read(path: Path) -> Handover:
 def _check_protocol(values: Any) -> None:
     """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
     fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
-    if fields.get("protocol") != PROTOCOL:
-        theirs, ours = f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}", f"{VERSION} {PROTOCOL}"
+    if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
+        theirs, ours = f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}", f"{VERSION} {CHILD_PROTOCOL_VERSION}"
         raise HandoverError(f"{theirs} with its workers, {ours}")
 
 

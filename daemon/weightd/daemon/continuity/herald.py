@@ -12,7 +12,7 @@ from weightd.daemon.generations.life import Life
 from weightd.daemon.models.model import Model
 from weightd.protocol.codec import clip
 from weightd.shared.devices import CPU
-from weightd.shared.journal import flat
+from weightd.shared.journal import to_one_line
 
 # How often it is looked at what weightd is doing: for people, who read it now and then.
 _STATUS_INTERVAL_S = 1.0
@@ -85,7 +85,7 @@ class Herald:
         if self.is_ready and now >= self._next_watchdog_at and all(self._is_alive(model, stuck, now) for model in required):
             self._next_watchdog_at = now + self._watchdog_interval_s
             assignments.append("WATCHDOG=1")
-        status = clip(flat("; ".join([*([_CONFIG_NOTE] if note else []), *_describe_activity(models, load_progress)])), _MAX_STATUS_BYTES)
+        status = clip(to_one_line("; ".join([*([_CONFIG_NOTE] if note else []), *_describe_activity(models, load_progress)])), _MAX_STATUS_BYTES)
         if status != self._status:
             self._status = status
             assignments.append(f"STATUS={status}")

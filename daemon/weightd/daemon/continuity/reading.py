@@ -23,8 +23,8 @@ from weightd.daemon.config.check import find_problems
 from weightd.daemon.config.load import Config, ConfigError, load_text, read_text
 from weightd.daemon.host import processes
 from weightd.shared import signals
-from weightd.shared.oom import go_before_the_daemon
-from weightd.shared.parent import die_with
+from weightd.shared.oom import raise_score
+from weightd.shared.parent import die_with_parent
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -120,8 +120,8 @@ class ConfigReader:
 def main() -> None:
     """Be the process."""
     signals.reset(signal.SIGINT)
-    die_with(int(sys.argv[1]))
-    go_before_the_daemon("worker")
+    die_with_parent(int(sys.argv[1]))
+    raise_score("worker")
     result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
     with os.fdopen(os.dup(1), "wb") as out:
         pickle.dump(result, out)

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Mapping, MutableMapping, Sequence
 
 from weightd.shared import servicemanager
-from weightd.shared.servicemanager import PATIENCE_S
+from weightd.shared.servicemanager import SEND_TIMEOUT_S
 
 _log = logging.getLogger("weightd")
 
@@ -36,7 +36,7 @@ class Manager:
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         self._address = environment.pop("NOTIFY_SOCKET", "")
         self.watchdog_s = _parse_watchdog(environment)
-        self.inherited = _group_by_name(servicemanager.inherited(environment))
+        self.inherited = _group_by_name(servicemanager.take_listen_fds(environment))
         # What could not be told yet.
         self._unsent: dict[str, str] = {}
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
@@ -64,20 +64,20 @@ class Manager:
 
     def notify_reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
-        self.notify(*servicemanager.reloading())
+        self.notify(*servicemanager.reloading_message())
 
     def store_descriptor(self, name: str, descriptor: int) -> None:
         """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
         self.remove_descriptor(name)
         with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], PATIENCE_S)
+            self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], SEND_TIMEOUT_S)
             return
         _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
 
     def remove_descriptor(self, name: str) -> None:
         """Have it close what it holds under this name."""
         with contextlib.suppress(BlockingIOError):
-            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], PATIENCE_S)
+            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], SEND_TIMEOUT_S)
 
     def _send(self, message: str, descriptors: list[int], timeout_s: float) -> None:
         """Send a message.

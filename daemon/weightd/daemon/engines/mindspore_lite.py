@@ -15,12 +15,12 @@ from typing import Any
 
 from weightd.daemon.engines.spec import EngineOptions, EngineSpec
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, integer, many, mapping, one_of
+from weightd.protocol.schema import FieldError, boolean, integer, list_of, mapping, one_of
 from weightd.shared.devices import has_cores, is_cpu
-from weightd.shared.regular import CONFIG_BYTES, read_regular
+from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
 from weightd.shared.userpaths import user_path
 
-_SHAPES = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+_SHAPES = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 _PATH = user_path(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 _BIND_SLOW_CORES = 2
@@ -44,7 +44,7 @@ class MindSporeLiteOptions(EngineOptions):
     thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
     """On the CPU: 1 binds threads to the fast cores first, 2 to the slow ones. Default: 0, they are not bound."""
 
-    thread_affinity_cores: tuple[int, ...] = field(default=(), metadata=many(integer(0, 65535), 4096))
+    thread_affinity_cores: tuple[int, ...] = field(default=(), metadata=list_of(integer(0, 65535), 4096))
     """On the CPU: the cores that threads are bound to. Default: none."""
 
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
@@ -191,7 +191,7 @@ def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
         OSError: it cannot be read.
     """
     section = ""
-    for line in read_regular(path, CONFIG_BYTES).decode("utf-8", "replace").splitlines():
+    for line in read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines():
         text = line.strip()
         if text.startswith("[") and text.endswith("]"):
             section = text[1:-1].strip()

@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from weightd.protocol.schema import FieldError, got, shown
+from weightd.protocol.schema import FieldError, describe_value, short_repr
 
 DEFAULT_PORT = 16666
 MAX_PORT = 65535
@@ -154,13 +154,13 @@ def _parse_head(table: Mapping[str, Any]) -> bool:
     """Check what stands before the servers, and return whether these are in super pods."""
     version = _get_text(table, "version")
     if version not in _VERSIONS:
-        raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {shown(version)}").at(".version")
+        raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {short_repr(version)}").at(".version")
     status = _get_text(table, "status")
     if status != _COMPLETED:
-        raise FieldError(f'expected "{_COMPLETED}", for else HCCL waits, got {shown(status)}').at(".status")
+        raise FieldError(f'expected "{_COMPLETED}", for else HCCL waits, got {short_repr(status)}').at(".status")
     count = len(_get_list(table, "server_list"))
     if "server_count" in table and _get_number(table, "server_count") != count:
-        text = f'expected "{count}", as server_list has, got {shown(table["server_count"])}'
+        text = f'expected "{count}", as server_list has, got {short_repr(table["server_count"])}'
         raise FieldError(text).at(".server_count")
     return version == "1.2"
 
@@ -194,7 +194,7 @@ def _parse_device(entry: Mapping[str, Any], *, has_pods: bool) -> tuple[int, Dev
     if "device_ip" in entry:
         ip = _get_text(entry, "device_ip")
         if not is_address(ip):
-            raise FieldError(f"expected an address, got {shown(ip)}").at(".device_ip")
+            raise FieldError(f"expected an address, got {short_repr(ip)}").at(".device_ip")
     port = 0
     if "device_port" in entry:
         port = _get_number(entry, "device_port")
@@ -238,14 +238,14 @@ def _error_at(step: str) -> Generator[None, None, None]:
 
 def _expect_object(value: Any) -> Mapping[str, Any]:
     if type(value) is not dict:
-        raise FieldError(f"expected an object, got {got(value)}")
+        raise FieldError(f"expected an object, got {describe_value(value)}")
     return cast("dict[str, Any]", value)
 
 
 def _get_list(table: Mapping[str, Any], key: str) -> list[Any]:
     value = _get_value(table, key)
     if type(value) is not list:
-        raise FieldError(f"expected a list, got {got(value)}").at(f".{key}")
+        raise FieldError(f"expected a list, got {describe_value(value)}").at(f".{key}")
     items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
     return items  # pyright: ignore[reportUnknownVariableType]
 
@@ -253,14 +253,14 @@ def _get_list(table: Mapping[str, Any], key: str) -> list[Any]:
 def _get_text(table: Mapping[str, Any], key: str) -> str:
     value = _get_value(table, key)
     if type(value) is not str:
-        raise FieldError(f"expected text, which HCCL has every value as, got {got(value)}").at(f".{key}")
+        raise FieldError(f"expected text, which HCCL has every value as, got {describe_value(value)}").at(f".{key}")
     return value
 
 
 def _get_number(table: Mapping[str, Any], key: str) -> int:
     value = _get_text(table, key)
     if not _NUMBER.fullmatch(value):
-        raise FieldError(f"expected a number as text, got {shown(value)}").at(f".{key}")
+        raise FieldError(f"expected a number as text, got {short_repr(value)}").at(f".{key}")
     return int(value)
 
 

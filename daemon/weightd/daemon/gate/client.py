@@ -87,7 +87,7 @@ class Side:
         client = self.client
         if self is client.near:
             return client.protocol.is_behind
-        return client.stream is not None and client.stream.incoming.is_behind
+        return client.stream is not None and client.stream.frame_reader.is_backlogged
 
     def has_peer_closed(self) -> bool:
         """Return whether the other end is closed."""
@@ -246,9 +246,9 @@ class Client:
         """
         outgoing = self.outgoing
         while outgoing.nbytes:
-            pieces, _ = outgoing.next()
+            pieces, _ = outgoing.next_chunks()
             try:
-                outgoing.wrote(self.connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL))
+                outgoing.on_written(self.connection.sendmsg(pieces, (), socket.MSG_NOSIGNAL))
             except BlockingIOError:
                 return False
         return True
@@ -257,7 +257,7 @@ class Client:
         """Return how many bytes are kept for it now."""
         count = self.protocol.held + self.outgoing.nbytes + self.sealing
         if self.stream is not None:
-            count += self.stream.unsent + self.stream.incoming.announced
+            count += self.stream.unsent + self.stream.frame_reader.admitted_bytes
         return count
 
     def close(self) -> None:
@@ -292,7 +292,7 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
     if peers is None:
         uid = peer_credentials(connection).uid
         return f"uid {uid}", uid in _OPERATOR_UIDS
-    peer = peers.of(connection)
+    peer = peers.identify(connection)
     if not peer.is_known:
         raise OSError("it has gone")
     return peer.key, peer.is_operator

@@ -365,10 +365,10 @@ class Gate:
             if len(messages) == 1:
                 stream.send(messages[0])
             else:
-                stream.hold()
+                stream.cork()
                 for frames in messages:
                     stream.send(frames)
-                stream.let_go()
+                stream.uncork()
         except ConnectionError:
             return  # what the daemon has said before is read first
         if stream.unsent:
@@ -420,7 +420,7 @@ class Gate:
         connection_count = len(self._users[client.user].clients)
         for each in (proxy_end, daemon_end):
             clients.set_buffer_sizes(each, connection_count)
-        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, most=zmtp.MAX_MESSAGES_PER_PARSE)
+        incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, max_messages=zmtp.MAX_MESSAGES_PER_PARSE)
         client.stream = Stream(proxy_end, incoming)
         client.far = Side(client, proxy_end.fileno(), self._read_daemon)
         client.has_spoken = True
@@ -443,8 +443,8 @@ class Gate:
         if stream is None:
             return True
         try:
-            incoming = stream.incoming
-            messages = incoming.receive(b"") if incoming.is_behind else stream.receive()
+            incoming = stream.frame_reader
+            messages = incoming.receive(b"") if incoming.is_backlogged else stream.receive()
         except ConnectionError:
             self._close_daemon_stream(client)
             self._close_gracefully(client)
@@ -463,7 +463,7 @@ class Gate:
         elif messages:
             self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
         self._update_buffered_bytes(client)
-        return bool(client.far is None or client.far.holds & ~Side.WAITS_FOR_TURN or not incoming.is_behind)
+        return bool(client.far is None or client.far.holds & ~Side.WAITS_FOR_TURN or not incoming.is_backlogged)
 
     def _on_encrypted(self, client: Client, chunks: list[Any] | None) -> None:
         """Large answers were encrypted."""
@@ -622,7 +622,7 @@ class Gate:
 
     def _log_rate_limited(self, rate_limited_log: Seldom, user: str, text: str) -> None:
         """Log what a user can bring about as often as it likes."""
-        suppressed_count = rate_limited_log.tell(user, clock.now())
+        suppressed_count = rate_limited_log.record(user, clock.now())
         if suppressed_count is not None:
             suffix = f" ({suppressed_count} more of {user} since the last such line)" if suppressed_count else ""
             self._log(WARNING, text + suffix)

@@ -116,7 +116,7 @@ class News(NamedTuple):
 
 def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool = False) -> Stream:
     """Return the end of a link that the daemon's messages come to: each has all keys and tenants, however many."""
-    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), takes_descriptors=accepts_descriptors)
+    return Stream(connection, Incoming(max_header_bytes=MAX_FRAME_BYTES), accepts_descriptors=accepts_descriptors)
 
 
 def parse_fork_request(frames: Sequence[Any]) -> tuple[int, Terms]:

@@ -23,7 +23,7 @@ from weightd.daemon.gate.confinement import set_process_name
 from weightd.daemon.gate.gate import LINGER_S
 from weightd.daemon.host import clock, environment
 from weightd.shared import signals
-from weightd.shared.parent import die_with, without_interrupts
+from weightd.shared.parent import die_with_parent, sigint_blocked
 from weightd.shared.stream import Stream
 
 # What a gate is given longer than it takes to end in order.
@@ -99,7 +99,7 @@ def fork() -> Zygote:
     # What is there now is not looked at by the collector any more, which would have it copied.
     gc.collect()
     gc.freeze()
-    with without_interrupts():
+    with sigint_blocked():
         pid = os.fork()
         if not pid:
             _become_process(lambda: _run_zygote(parent, zygote_end), zygote_end.fileno())
@@ -153,7 +153,7 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
 
 
 def _run_zygote(parent: int, connection: socket.socket) -> None:
-    die_with(parent)
+    die_with_parent(parent)
     set_process_name("weightd-zygote")
     # A terminal's keys reach the daemon alone, and no directory is in use.
     os.setsid()
@@ -239,5 +239,5 @@ def _ignore_signal(number: int, frame: object) -> None:
 
 
 def _run_proxy(parent: int, control_socket: socket.socket, listener: socket.socket, config: link.Terms) -> None:
-    die_with(parent)
+    die_with_parent(parent)
     process.run(control_socket, listener, config)

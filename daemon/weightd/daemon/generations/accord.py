@@ -83,4 +83,4 @@ def _describe_difference(what: str, ours: tuple[TensorSignature, ...], theirs: t
 
 
 def _describe_tensor(tensor: TensorSignature) -> str:
-    return f"{tensor.name} {tensor.datatype} {tensor.form}"
+    return f"{tensor.name} {tensor.datatype} {tensor.shape_text}"

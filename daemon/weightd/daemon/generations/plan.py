@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from weightd.daemon.config.canary import AUTO, SelfTestSetting
 from weightd.daemon.config.model import ModelConfig
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.shared.reach import OPERATOR, Grant
 
 # How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
@@ -25,8 +25,8 @@ class Canary:
     """
 
     should_search: bool = True
-    cases: Cases = ()
-    failed_cases: Cases = ()
+    cases: SelfTestCases = ()
+    failed_cases: SelfTestCases = ()
 
     @classmethod
     def from_config(cls, key: SelfTestSetting) -> Canary:

@@ -8,7 +8,7 @@ from weightd.daemon.generations.access import PERSISTED_STATES
 from weightd.daemon.generations.actions import Role
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Built, Hello
-from weightd.protocol.schema import boolean, integer, many, one_of, record, text
+from weightd.protocol.schema import boolean, integer, list_of, one_of, record, text
 
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
@@ -57,7 +57,7 @@ class GenerationRecord:
     process_bytes: int = field(metadata=_COUNT)
     serial: int = field(metadata=_COUNT)
     built: Built = field(metadata=record(Built))
-    children: tuple[ChildRecord, ...] = field(metadata=many(record(ChildRecord), limits.MAX_PIDS + 1))
+    children: tuple[ChildRecord, ...] = field(metadata=list_of(record(ChildRecord), limits.MAX_PIDS + 1))
     seal: SealRecord | None = field(default=None, metadata=record(SealRecord))
     port: int = field(default=0, metadata=_COUNT)
-    models: tuple[Built, ...] = field(default=(), metadata=many(record(Built), limits.MAX_MEMBERS))
+    models: tuple[Built, ...] = field(default=(), metadata=list_of(record(Built), limits.MAX_GROUP_MODELS))

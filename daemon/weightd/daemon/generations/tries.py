@@ -12,18 +12,18 @@ from dataclasses import replace
 from weightd.daemon.generations.plan import NO_ROW_TEST, Canary, Rows
 from weightd.protocol import limits
 from weightd.protocol.messages.children import Attach, Build, Built, Probing
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 
 # Holders that may die in the search for one canary.
 MAX_HOLDER_DEATHS = 6
 
 
-def describe_cases(cases: Cases) -> str:
+def describe_cases(cases: SelfTestCases) -> str:
     """Return the inputs for people."""
     return " and ".join(map(_describe_case, cases))
 
 
-def _describe_case(case: Case) -> str:
+def _describe_case(case: SelfTestCase) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in case.items()) or "no input"
 
 
@@ -42,9 +42,9 @@ class Tries:
     def __init__(self, known: Canary, row_test: Rows = NO_ROW_TEST) -> None:
         self.spec = known
         self._row_test = row_test
-        self.current_cases: Cases = ()
+        self.current_cases: SelfTestCases = ()
         self._deaths = 0
-        self._retried_cases: Cases | None = None
+        self._retried_cases: SelfTestCases | None = None
         self._has_run = False
 
     def build_message(self, pids: tuple[str, ...]) -> Build:
@@ -88,8 +88,8 @@ class Tries:
         self._deaths += 1
         failed_cases = (*self.spec.failed_cases, *(case for case in tried if case not in self.spec.failed_cases))
         if not self.spec.should_search:
-            self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_CANARY_UNFIT])
+            self.spec = replace(self.spec, unfit=failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
             return self._deaths < MAX_HOLDER_DEATHS
-        should_stop = has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_CANARY_UNFIT
-        self.spec = Canary(not should_stop, (), failed_cases[: limits.MAX_CANARY_UNFIT])
+        should_stop = has_timed_out or self._deaths >= MAX_HOLDER_DEATHS or len(failed_cases) > limits.MAX_SELFTEST_UNFIT_CASES
+        self.spec = Canary(not should_stop, (), failed_cases[: limits.MAX_SELFTEST_UNFIT_CASES])
         return True

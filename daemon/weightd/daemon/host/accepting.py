@@ -96,7 +96,7 @@ class Accepting:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
         now = clock.now()
         if self._resume_timer.due == _NEVER:
-            if self._rate_limited_log.tell("", now) is not None:
+            if self._rate_limited_log.record("", now) is not None:
                 self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")
             self._loop.pause_reading(self._listener.fileno())
             self._resume_timer.set(now + _EXHAUSTED_BACKOFF_S)

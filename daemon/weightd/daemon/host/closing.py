@@ -118,7 +118,7 @@ class Closing:
             with self._lock:
                 self._thread_count -= 1
                 del self._active_threads[user]
-            if self._rate_limited_log.tell("", time.monotonic()) is not None:
+            if self._rate_limited_log.record("", time.monotonic()) is not None:
                 self._report(f"descriptors of clients are not closed yet: {error}")
 
     def _interrupt(self, user: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from weightd.daemon.host.logs import client_of, subject_of
 from weightd.protocol.codec import clip
 from weightd.protocol.messages.journal import Event, Events, EventsResponse
-from weightd.shared.journal import flat
+from weightd.shared.journal import to_one_line
 
 # A day of a service that is well; half an hour of one whose workers die all the time.
 MAX_EVENTS = 2000
@@ -127,7 +127,7 @@ def _text(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
     # Of a traceback the log has all.
     text = record.getMessage() if error is None else f"{record.getMessage()}: {type(error).__name__}: {error}"
-    return clip(flat(text), _MAX_TEXT_BYTES)
+    return clip(to_one_line(text), _MAX_TEXT_BYTES)
 
 
 def _nbytes(event: Event) -> int:

@@ -121,7 +121,7 @@ def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.so
 
 
 def _bind_tcp(address: str) -> socket.socket:
-    host, port = tcp.parts(address)
+    host, port = tcp.split_address(address)
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from weightd.daemon.host import journal
 from weightd.daemon.host.shortage import with_limit_hint
-from weightd.shared.journal import flat, prefixed, priority_of, to_journal
+from weightd.shared.journal import to_one_line, add_priority, priority_of, is_connected_to_journal
 
 _log = logging.getLogger("weightd")
 
@@ -23,7 +23,7 @@ _FIELDS = "journal_fields"
 def set_up(level: int) -> None:
     """Log to stderr, from this level on."""
     handler: logging.Handler
-    if to_journal(os.environ, _STDERR):
+    if is_connected_to_journal(os.environ, _STDERR):
         handler = JournalHandler(journal.Journal(journal.ADDRESS))
         sys.excepthook = _log_uncaught
     else:
@@ -34,15 +34,15 @@ def set_up(level: int) -> None:
 
 def print_error(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
-    line = flat(f"weightd: {text}")
-    print(prefixed(line, priority_of(logging.ERROR)) if to_journal(os.environ, _STDERR) else line, file=sys.stderr)
+    line = to_one_line(f"weightd: {text}")
+    print(add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line, file=sys.stderr)
 
 
 class LineFormatter(logging.Formatter):
     """An event is one line, whatever was said by others in it; only a traceback follows on lines of its own."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
-        return flat(super().formatMessage(record))
+        return to_one_line(super().formatMessage(record))
 
 
 class JournalHandler(logging.Handler):
@@ -61,7 +61,7 @@ class JournalHandler(logging.Handler):
         try:
             self._journal.write({**fields, **getattr(record, _FIELDS, {})})
         except OSError:
-            print(prefixed(text, priority), file=sys.stderr, flush=True)
+            print(add_priority(text, priority), file=sys.stderr, flush=True)
 
     def close(self) -> None:  # noqa: D102
         self._journal.close()

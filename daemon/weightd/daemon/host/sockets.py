@@ -90,7 +90,7 @@ def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[Received]:
             identity, *frames = multipart.receive(socket, multipart.NOBLOCK)
         except zmq.Again:
             return
-        yield Received(identity.bytes, [multipart.content(frame) for frame in frames], identity)
+        yield Received(identity.bytes, [multipart.frame_content(frame) for frame in frames], identity)
         # Cheaper than the exception of a read that finds nothing.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return

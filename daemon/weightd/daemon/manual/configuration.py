@@ -16,7 +16,7 @@ from weightd.daemon.config.ranks import Ranks
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd.protocol.version import VERSION
-from weightd.shared.manual.reference import Key, keys
+from weightd.shared.manual.reference import Key, iterate_keys
 from weightd.shared.manual.roff import Page, bold, italic
 
 # As they stand in the file, in the order in which one writes them.
@@ -115,7 +115,7 @@ def page() -> str:
     for table, cls in TABLES.items():
         page.heading(f"[{table}]")
         page.text(_TABLE_DESCRIPTIONS[table])
-        for key in keys(cls):
+        for key in iterate_keys(cls):
             page.entry(f"{bold(key.name)} ({italic(_describe_kind(key))})", key.meaning)
     page.heading("FILES")
     page.entry(bold("/etc/weightd/weightd.toml"), "What `weightd serve` reads where it is given no other file.")
@@ -127,7 +127,7 @@ def page() -> str:
 
 def _describe_kind(key: Key) -> str:
     kind = key.kind.replace('one of "", ', "one of ")
-    if key.required:
+    if key.is_required:
         return f"{kind}; required"
     # Where a default is empty, or none, the text says what that means.
     return f"{kind}; default {key.default}" if key.default.strip('"') else kind
@@ -140,11 +140,11 @@ def example() -> str:
         named = table.replace("models.NAME", "models.resnet50").replace("devices.NAME", 'devices."ascend:0"')
         there = table in ("daemon", "models.NAME")
         lines.append(f"[{named}]" if there else f"# [{named}]")
-        lines += [line for key in keys(cls) for line in _example_lines(key, is_table_shown=there)]
+        lines += [line for key in iterate_keys(cls) for line in _example_lines(key, is_table_shown=there)]
     return "\n".join(lines)
 
 
 def _example_lines(key: Key, *, is_table_shown: bool) -> Iterator[str]:
     yield from textwrap.wrap(" ".join(key.meaning.split()), 116, initial_indent="# ", subsequent_indent="# ")
-    value = _EXAMPLE_VALUES[key.name] if key.required else key.default or _EXAMPLE_VALUES.get(key.name, "0")
-    yield f"{'' if is_table_shown and key.required else '# '}{key.name} = {value}\n"
+    value = _EXAMPLE_VALUES[key.name] if key.is_required else key.default or _EXAMPLE_VALUES.get(key.name, "0")
+    yield f"{'' if is_table_shown and key.is_required else '# '}{key.name} = {value}\n"

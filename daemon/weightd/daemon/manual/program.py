@@ -8,7 +8,7 @@ from weightd.daemon import exits
 from weightd.daemon.command import parser
 from weightd.protocol.version import VERSION
 from weightd.shared.manual import commands, completion
-from weightd.shared.manual.page import describe, table
+from weightd.shared.manual.page import write_sections, table
 from weightd.shared.manual.roff import Page
 
 # What the shell offers for a metavar.
@@ -71,7 +71,7 @@ FILES: Mapping[str, str] = {
 def page() -> str:
     """Return weightd(8)."""
     page = Page("weightd", 8, VERSION, "serve models from many processes that hold one copy of the weights")
-    describe(page, commands.read(parser()))
+    write_sections(page, commands.read_parser(parser()))
     page.heading("EXIT STATUS")
     table(page, ([str(status), meaning] for status, meaning in exits.MEANINGS.items()))
     for heading, rows in (("SIGNALS", SIGNALS), ("ENVIRONMENT", ENVIRONMENT), ("FILES", FILES)):
@@ -83,4 +83,4 @@ def page() -> str:
 
 def bash() -> str:
     """Return the completion of weightd for bash."""
-    return completion.bash(commands.read(parser()), _COMPLETIONS)
+    return completion.bash_script(commands.read_parser(parser()), _COMPLETIONS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightd.protocol import limits
 from weightd.protocol.messages.metrics import Histogram
-from weightd.protocol.schema import integer, many, number
+from weightd.protocol.schema import integer, list_of, number
 
 # Of each counter in the file: whatever comes to it after that, it is a number of the wire.
 MOST_COUNT = 2**55
@@ -23,7 +23,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 class BucketFigures:
     """What has been counted, as it is written down."""
 
-    counts: tuple[int, ...] = field(metadata=many(integer(0, MOST_COUNT), limits.MAX_BUCKETS + 1))
+    counts: tuple[int, ...] = field(metadata=list_of(integer(0, MOST_COUNT), limits.MAX_BUCKETS + 1))
     sum: float = field(metadata=number(_MOST_SUM))
 
 

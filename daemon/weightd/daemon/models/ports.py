@@ -15,7 +15,7 @@ from weightd.daemon.generations.records import SealRecord
 from weightd.daemon.models.update import Operators
 from weightd.daemon.requests.desk import Askers
 from weightd.daemon.requests.regions import Memory
-from weightd.protocol.messages.children import OrderMessage
+from weightd.protocol.messages.children import ChildOrder
 
 
 class Children(Protocol):
@@ -64,7 +64,7 @@ class Children(Protocol):
         """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
 
     def send_order(
-        self, name: str, order: OrderMessage, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
+        self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
     ) -> None:
         """Send an order to a child."""
 

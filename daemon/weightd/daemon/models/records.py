@@ -11,7 +11,7 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.plan import Source
 from weightd.daemon.generations.records import GenerationRecord
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, many, record, text
+from weightd.protocol.schema import integer, list_of, record, text
 from weightd.shared.reach import Grant
 
 _NAME = text(limits.MAX_PATH_BYTES)
@@ -35,8 +35,8 @@ class GrantRecord:
     """The right by which a path was named; the fields are those of `Grant`."""
 
     uid: int | None = field(default=None, metadata=_COUNT)
-    gids: tuple[int, ...] = field(default=(), metadata=many(_COUNT, 1024))
-    directories: tuple[str, ...] = field(default=(), metadata=many(_NAME, 1024))
+    gids: tuple[int, ...] = field(default=(), metadata=list_of(_COUNT, 1024))
+    directories: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, 1024))
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class SourceRecord:
     nbytes: int = field(metadata=_COUNT)
     sample: str = field(default="", metadata=_PATH)
     identity: str = field(default="", metadata=_PATH)
-    slices: tuple[SliceRecord, ...] = field(default=(), metadata=many(record(SliceRecord), limits.MAX_DEVICES))
-    tables: tuple[str, ...] = field(default=(), metadata=many(_NAME, limits.MAX_DEVICES))
+    slices: tuple[SliceRecord, ...] = field(default=(), metadata=list_of(record(SliceRecord), limits.MAX_DEVICES))
+    tables: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, limits.MAX_DEVICES))
     grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
     weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
 
@@ -92,9 +92,9 @@ class ModelRecord:
     config: ModelConfig = field(metadata=record(ModelConfig))
     source: int = field(metadata=_COUNT)
     previous: int = field(metadata=_COUNT)
-    made: tuple[int, ...] = field(metadata=many(_COUNT, 2))
-    sources: tuple[SourceRecord, ...] = field(metadata=many(record(SourceRecord), 2))
-    generations: tuple[GenerationRecord, ...] = field(metadata=many(record(GenerationRecord), limits.MAX_DEVICES))
+    made: tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
+    sources: tuple[SourceRecord, ...] = field(metadata=list_of(record(SourceRecord), 2))
+    generations: tuple[GenerationRecord, ...] = field(metadata=list_of(record(GenerationRecord), limits.MAX_DEVICES))
 
     @property
     def children(self) -> list[str]:

@@ -70,7 +70,7 @@ class Loading:
         share = self.share(label, now)
         if share.fraction_done is None and share.fraction_copied is not None:
             return f"{loading.percent(share.fraction_copied)} % copied"
-        return loading.told(share.fraction_done, share.remaining_s)
+        return loading.progress_text(share.fraction_done, share.remaining_s)
 
     def _look(self, label: str, model: Model, generation: Life, now: float) -> None:
         load, nbytes = self._loads.get(label), model.snapshot_bytes(generation)

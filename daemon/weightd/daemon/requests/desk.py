@@ -27,14 +27,14 @@ from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
 from weightd.protocol.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, request_error
-from weightd.protocol.messages.children import Built, Failed, OrderMessage, Predict, Result, Skip, Together
+from weightd.protocol.messages.children import Built, Failed, ChildOrder, Predict, Result, Skip, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription
 
 # At what comes, before something runs that waits.
 _MOST_LOOKS = 64
 
-Order = Callable[[str, OrderMessage, Sequence[Any], Sequence[Memory]], None]
+Order = Callable[[str, ChildOrder, Sequence[Any], Sequence[Memory]], None]
 
 
 class Askers(Protocol):
@@ -579,7 +579,7 @@ class Desk:
         return ""
 
     def _order_all(
-        self, seat: Seat, order: OrderMessage, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+        self, seat: Seat, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
     ) -> None:
         for process in seat.processes:
             self._order(process, order, frames, memories)

@@ -393,7 +393,7 @@ class Seats:
         form = seat.terms.form(request.description) if seat.terms.merges and not seat.is_free else None
         return form is None or forming.together(request, form, waiting, self._where(seat), now).is_full
 
-    def _where(self, seat: Seat, most: int = limits.MAX_PARTS, longest: float = math.inf) -> forming.Where:
+    def _where(self, seat: Seat, most: int = limits.MAX_BATCH_ITEMS, longest: float = math.inf) -> forming.Where:
         return forming.Where(seat.terms, partial(self.times.expected, seat.device), most, longest)
 
     def _share(self, seat: Seat, form: Form, waiting: int, now: float) -> int:

@@ -26,7 +26,7 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
             raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
         if not _fits(expected.shape, tensor.shape):
             raise InvalidArgument(
-                f"input {tensor.name}: expected shape {expected.form}{_hint(expected.shape)}, got {list(tensor.shape)}"
+                f"input {tensor.name}: expected shape {expected.shape_text}{_hint(expected.shape)}, got {list(tensor.shape)}"
             )
 
 
@@ -175,4 +175,4 @@ def _every(built: Built) -> str:
 
 
 def _described(tensors: Sequence[TensorSignature]) -> str:
-    return ", ".join(f"{each.name} {each.datatype} {each.form}" for each in tensors) or "none"
+    return ", ".join(f"{each.name} {each.datatype} {each.shape_text}" for each in tensors) or "none"

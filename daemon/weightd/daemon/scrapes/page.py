@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from weightd.protocol.messages.metrics import MetricsResponse
-from weightd.shared.exposition import pieces
+from weightd.shared.exposition import iterate_text
 
 # Whoever asks sooner is given the same text again: however many ask, it costs as much as one.
 MAX_AGE_S = 1.0
@@ -57,7 +57,7 @@ class Page:
             return
         self._waiting.append(give)
         if len(self._waiting) == 1:
-            self._parts, self._left = [], pieces(self._tell())
+            self._parts, self._left = [], iterate_text(self._tell())
             self._age = max(MAX_AGE_S, _TIMES * (self._clock() - now))
             self._soon(self._go_on)
 

@@ -112,7 +112,7 @@ class Scrapes:
 
     def _let_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        user = self._users.of(connection)
+        user = self._users.identify(connection)
         if not user.is_known:
             connection.close()
             return

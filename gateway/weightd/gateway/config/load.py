@@ -16,9 +16,9 @@ from weightd.gateway.config import places
 from weightd.gateway.config.table import Config, GatewayConfig
 from weightd.protocol import limits
 from weightd.protocol.errors import WeightdError
-from weightd.protocol.schema import FieldError, got, label, mapping, text
+from weightd.protocol.schema import FieldError, describe_value, label, mapping, text
 from weightd.shared import tables
-from weightd.shared.regular import CONFIG_BYTES, read_regular
+from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
 from weightd.shared.tables import Problems
 
 if sys.version_info >= (3, 11):
@@ -71,7 +71,7 @@ def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]
     """
     try:
         # Some editors begin a text with a byte order mark.
-        content = tomllib.loads(read_regular(path, CONFIG_BYTES).decode("utf-8-sig"))
+        content = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -96,9 +96,9 @@ def parse(content: Mapping[str, Any], base: Path, problems: Problems, listening:
     gateway, certificates, users = GatewayConfig(), dict[str, str](), dict[int, str]()
     for key in content:
         if key not in _TABLES:
-            problems.note([FieldError(tables.unknown("table", key, _TABLES)).at(f".{label(key)}")])
+            problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".gateway"):
-        gateway = tables.read(GatewayConfig, content.get("gateway", {}), problems)
+        gateway = tables.read_table(GatewayConfig, content.get("gateway", {}), problems)
         gateway = dataclasses.replace(gateway, http=tuple(listening) or gateway.http)
         gateway = _complete(gateway, base, problems)
     with problems.at(".certificates"):
@@ -130,17 +130,17 @@ def identities_of(config: Config) -> Identities:
 def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayConfig:
     paths = {key: str((base / value).absolute()) for key in _FILES if (value := getattr(config, key))}
     config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
-    problems.note((each.at(".http") for each in places.problems(config.http)), "http")
-    problems.note((each.at(".grpc") for each in places.problems(config.grpc)), "grpc")
-    problems.note(_of_memory(config), "max_memory_bytes", "max_body_bytes")
-    problems.note(_of_tls(config), "tls_cert", "tls_key", "client_ca")
-    if problems.wrong().isdisjoint({"http", "grpc"}):
+    problems.add((each.at(".http") for each in places.problems(config.http)), "http")
+    problems.add((each.at(".grpc") for each in places.problems(config.grpc)), "grpc")
+    problems.add(_of_memory(config), "max_memory_bytes", "max_body_bytes")
+    problems.add(_of_tls(config), "tls_cert", "tls_key", "client_ca")
+    if problems.wrong_keys().isdisjoint({"http", "grpc"}):
         http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
         config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
-        problems.note(_of_strangers(config), "tls_cert", "anonymous", "insecure")
-        problems.note(_of_sharing(config), "shared_memory")
+        problems.add(_of_strangers(config), "tls_cert", "anonymous", "insecure")
+        problems.add(_of_sharing(config), "shared_memory")
         if not (http or grpc):
-            problems.note([FieldError("expected an address here, or among grpc").at(".http")])
+            problems.add([FieldError("expected an address here, or among grpc").at(".http")])
     return config
 
 
@@ -201,11 +201,11 @@ def _user_id(name: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except (KeyError, ValueError, OSError):
-        raise FieldError(f"expected a user of this host, by name or number, got {got(name)}") from None
+        raise FieldError(f"expected a user of this host, by name or number, got {describe_value(name)}") from None
 
 
 def changed(before: Config, after: Config) -> list[str]:
     """Return the keys of [gateway] that differ and take a restart."""
     taken = {"tokens", "anonymous"}
-    fields = [each.name for each in tables.keys(GatewayConfig)]
+    fields = [each.name for each in tables.table_keys(GatewayConfig)]
     return [key for key in fields if key not in taken and getattr(before.gateway, key) != getattr(after.gateway, key)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weightd.gateway.config.places import Place
 from weightd.protocol import limits
-from weightd.protocol.schema import boolean, integer, many, number, text
+from weightd.protocol.schema import boolean, integer, list_of, number, text
 from weightd.shared.tables import derived
 from weightd.shared.userpaths import user_path
 
@@ -24,7 +24,7 @@ _MOST_COUNT = 2**20
 # An hour: whoever may be silent longer may be gone.
 _MOST_SECONDS = limits.MAX_TIMEOUT_US / 1e6
 
-_ADDRESSES = many(text(limits.MAX_PATH_BYTES), _MOST_PLACES)
+_ADDRESSES = list_of(text(limits.MAX_PATH_BYTES), _MOST_PLACES)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GatewayConfig:
     """The file with the authorities whose certificates callers have to have, in PEM. Default: callers need none."""
 
     hosts: tuple[str, ...] = field(
-        default=("localhost", "127.0.0.1", "[::1]"), metadata=many(text(_MOST_HOST_BYTES), _MOST_HOSTS)
+        default=("localhost", "127.0.0.1", "[::1]"), metadata=list_of(text(_MOST_HOST_BYTES), _MOST_HOSTS)
     )
     """The names, without a port, under which HTTP callers may know this host: what comes for another one is refused,
     for it may come from a page in somebody's browser. "*" is any."""
@@ -107,10 +107,10 @@ class GatewayConfig:
     page: bool = field(default=True, metadata=boolean())
     """Whether there is a page at / that shows what goes on."""
 
-    http_places: tuple[Place, ...] = field(default=(), metadata=derived(many(text(1), 0)))
+    http_places: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `http` says."""
 
-    grpc_places: tuple[Place, ...] = field(default=(), metadata=derived(many(text(1), 0)))
+    grpc_places: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `grpc` says."""
 
 

@@ -71,9 +71,9 @@ class _Look:
             return status_json(self._overview)
 
     async def _look(self, daemon: Daemon, caller: Caller) -> None:
-        self._history.counted(await daemon.metrics(caller))
-        if self._history.wants_status(time.monotonic()):
-            self._history.looked(await daemon.status(caller))
+        self._history.on_metrics(await daemon.metrics(caller))
+        if self._history.should_request_status(time.monotonic()):
+            self._history.on_status(await daemon.status(caller))
         self._overview, self._at = self._history.overview(), time.monotonic()
 
 

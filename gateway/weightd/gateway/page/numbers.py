@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from weightd.shared.overview.rows import Overview
-from weightd.shared.overview.values import values
+from weightd.shared.overview.values import to_json_values
 
 # A browser draws no more of them.
 _MOST_PROCESSES = 1024
@@ -30,7 +30,7 @@ def status_json(overview: Overview | None, age_s: float = 0.0, trouble: str = ""
 
 
 def _told(overview: Overview) -> dict[str, Any]:
-    told = values(overview)
+    told = to_json_values(overview)
     processes = [_without(each, _PRIVATE_OF_PROCESS) for each in told["processes"][:_MOST_PROCESSES]]
     return {**_without(told, _PRIVATE), "processes": processes}
 

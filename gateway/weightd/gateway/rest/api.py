@@ -139,7 +139,7 @@ class Api:
         more = ""
         level = logging.DEBUG
         if reply.status >= _SERVER_ERROR:
-            untold = self._seldom.tell(f"{caller.name} {reply.status}", time.monotonic())
+            untold = self._seldom.record(f"{caller.name} {reply.status}", time.monotonic())
             if untold is not None:
                 level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
         if _log.isEnabledFor(level):

@@ -17,7 +17,7 @@ from weightd.gateway.codes import TooLarge
 from weightd.gateway.model_view import VERSION
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 
 # Of the JSON of a request, of which a value may have many digits. Binary data has no such bound.
 MOST_JSON_BYTES = 16 * 1024 * 1024
@@ -172,7 +172,7 @@ def _form(given: Mapping[str, Any], model: str) -> Form:
         raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
     for field, expected in (("model_name", model), ("model_version", VERSION)):
         if content.get(field, expected) not in (expected, ""):
-            raise InvalidArgument(f"{field}: expected {expected!r}, as in the path, got {got(content[field])}")
+            raise InvalidArgument(f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}")
     parameters = _told(_a_map("parameters", content.get("parameters", {})))
     for key in _SEQUENCE:
         if parameters.get(key):
@@ -180,7 +180,7 @@ def _form(given: Mapping[str, Any], model: str) -> Form:
     binary = _a_boolean("parameters.binary_data_output", parameters.get("binary_data_output", False))
     request_id = content.get("id", "")
     if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
-        raise InvalidArgument(f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {got(request_id)}")
+        raise InvalidArgument(f"id: expected text of at most {limits.MAX_ID_BYTES} bytes, got {describe_value(request_id)}")
     named = content.get("outputs")
     return Form(
         _inputs(content.get("inputs")),
@@ -200,13 +200,13 @@ def _told(content: Mapping[str, Any]) -> dict[str, Any]:
 def _timeout(microseconds: object) -> float | None:
     if type(microseconds) is not int or not 0 <= microseconds <= limits.MAX_TIMEOUT_US:
         expected = f"expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds"
-        raise InvalidArgument(f"parameters.timeout: {expected}, got {got(microseconds)}")
+        raise InvalidArgument(f"parameters.timeout: {expected}, got {describe_value(microseconds)}")
     return microseconds / 1e6 if microseconds else None
 
 
 def _priority(priority: object) -> int | None:
     if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
-        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {got(priority)}")
+        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}")
     return priority or None
 
 
@@ -232,7 +232,7 @@ def _input(content: Mapping[str, Any]) -> InputForm:
         raise InvalidArgument(f"{label(name)}: {expected}, got {' and '.join(there) or 'none of them'}")
     if nbytes is not None and (type(nbytes) is not int or nbytes != size):
         raise InvalidArgument(
-            f"{label(name)}: binary_data_size: expected {size}, for {datatype} {list(shape)}, got {got(nbytes)}"
+            f"{label(name)}: binary_data_size: expected {size}, for {datatype} {list(shape)}, got {describe_value(nbytes)}"
         )
     return InputForm(name, datatype, shape, size, content.get("data"), nbytes, region)
 
@@ -254,7 +254,7 @@ def _outputs(content: object, *, binary: bool) -> list[OutputForm]:
 def _maps(what: str, content: object) -> list[Mapping[str, Any]]:
     given = _a_list(content)
     if given is None or len(given) > limits.MAX_TENSORS:
-        raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {got(content)}")
+        raise InvalidArgument(f"{what}: expected a list of at most {limits.MAX_TENSORS} tensors, got {describe_value(content)}")
     return [_told(_a_map(f"{what}[{index}]", each)) for index, each in enumerate(given)]
 
 
@@ -264,19 +264,19 @@ def _a_list(content: object) -> list[object] | None:
 
 def _a_map(what: str, content: object) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {got(content)}")
+        raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {describe_value(content)}")
     return cast("dict[str, Any]", content)
 
 
 def _a_name(what: str, name: object) -> str:
     if type(name) is not str or not name:
-        raise InvalidArgument(f"{what}: expected each with its name, got {got(name)}")
+        raise InvalidArgument(f"{what}: expected each with its name, got {describe_value(name)}")
     return name
 
 
 def _a_boolean(what: str, value: object) -> bool:
     if type(value) is not bool:
-        raise InvalidArgument(f"{what}: expected a boolean, got {got(value)}")
+        raise InvalidArgument(f"{what}: expected a boolean, got {describe_value(value)}")
     return value
 
 

@@ -19,7 +19,7 @@ from weightd.gateway.rest.reply import BINARY, JSON, Reply
 from weightd.gateway.rest.request import Connection, Request
 from weightd.gateway.seats import Seat
 from weightd.protocol.errors import InvalidArgument
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -151,7 +151,7 @@ def _header_length(request: Request) -> int | None:
     if values is None:
         return None
     if len(values) > 1 or not (values[0].isascii() and values[0].isdecimal()) or len(values[0]) > 12:
-        raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {got(', '.join(values))}")
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {describe_value(', '.join(values))}")
     return int(values[0])
 
 

@@ -215,7 +215,7 @@ class Calls:
         caller, trace = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
-            untold = self._seldom.tell(f"{caller} {error.code}", now)
+            untold = self._seldom.record(f"{caller} {error.code}", now)
             if untold is not None:
                 level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
         if _log.isEnabledFor(level):

@@ -10,7 +10,7 @@ from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc.calls import Call
 from weightd.protocol import limits
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 
@@ -56,7 +56,7 @@ def timeout_of(given: Mapping[str, Any]) -> float | None:
     asked = given.get("timeout", 0)
     if type(asked) is not int or not 0 <= asked <= limits.MAX_TIMEOUT_US:
         raise InvalidArgument(
-            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got {got(asked)}"
+            f"parameters.timeout: expected integer, 0 to {limits.MAX_TIMEOUT_US}, in microseconds, got {describe_value(asked)}"
         )
     return asked / 1e6 if asked else None
 
@@ -82,7 +82,7 @@ def priority_of(given: Mapping[str, Any]) -> int | None:
     """
     asked = given.get("priority", 0)
     if type(asked) is not int or not 0 <= asked <= limits.MAX_PRIORITY:
-        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {got(asked)}")
+        raise InvalidArgument(f"parameters.priority: expected integer, 0 to {limits.MAX_PRIORITY}, got {describe_value(asked)}")
     return asked or None
 
 

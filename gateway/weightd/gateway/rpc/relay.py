@@ -171,7 +171,7 @@ class Relay:
         """Log a violation, and limit new connections of its peer."""
         now = time.monotonic()
         self._admission.punish(client.peer, now)
-        untold = self._violations.tell(client.peer.key, now)
+        untold = self._violations.record(client.peer.key, now)
         # Scanners of ports, which speak another protocol, fill no log.
         if untold is not None and client.has_begun:
             more = f" ({untold} more since the last such line)" if untold else ""

@@ -22,7 +22,7 @@ from weightd.gateway.rpc.fields import check, layout_of
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound
-from weightd.protocol.schema import got, label
+from weightd.protocol.schema import describe_value, label
 
 # Where the values of a datatype are that are not in `raw_input_contents`.
 _CONTENTS: Mapping[str, str] = {
@@ -225,7 +225,7 @@ def check_version(version: str) -> None:
         NotFound: it is another.
     """
     if version not in ("", VERSION):
-        raise NotFound(f"model_version: expected {VERSION!r} or none, got {got(version)}")
+        raise NotFound(f"model_version: expected {VERSION!r} or none, got {describe_value(version)}")
 
 
 def _id(given: bytes) -> str:

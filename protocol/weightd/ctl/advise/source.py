@@ -39,8 +39,8 @@ class MadeUp:
 
     def block(self, number: int, rows: int) -> Arrays:
         """Return the rows of a block of so many."""
-        made = TestRows(self._inputs, self.shapes, kind=self.kind, most=rows, first=number * rows)
-        return made.of([row % made.count for row in range(rows)])
+        made = TestRows(self._inputs, self.shapes, kind=self.kind, max_rows=rows, first_index=number * rows)
+        return made.select([row % made.count for row in range(rows)])
 
 
 class FromFile:

@@ -54,7 +54,7 @@ class Trial:
             sizes: the only numbers of rows that the model takes; none: any.
         """
         try:
-            comparison.with_rows(self._inputs, sizes)
+            comparison.inputs_with_rows(self._inputs, sizes)
         except NotTogether as error:
             return Verified(str(error))
         note = comparison.compare(self._subject(source, None, rows, sizes), exact=True).note

@@ -147,7 +147,7 @@ def rows_of(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> O
 
 def told(inputs: Sequence[TensorSignature]) -> str:
     """Return inputs for people."""
-    return ", ".join(f"{clean(each.name)} {each.datatype} {each.form}" for each in inputs) or "none"
+    return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
 
 
 def _by_name(inputs: Sequence[TensorSignature], given: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
@@ -171,7 +171,7 @@ def _shape(signature: TensorSignature, given: Optional[Shape], rows: Optional[in
             )
         given = tuple(1 if dim < 0 else dim for dim in declared)
     elif declared is not None and not _fits(given, declared):
-        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.form}, got {list(given)}")
+        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.shape_text}, got {list(given)}")
     return (rows, *given[1:]) if rows is not None and given and has_free_rows(signature) else given
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.schema import got
+from weightd.protocol.schema import describe_value
 from weightd.protocol.tensors import NUMPY_DTYPE
 
 # More digits than a double or an int64 has any use for; to read millions of them takes minutes.
@@ -61,7 +61,7 @@ def _integer(digits: str) -> int:
 def _fraction(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise WrongNumbers(f"expected numbers that a double has, got {got(digits)}")
+        raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
     return value
 
 
@@ -106,7 +106,7 @@ def _cell(cell: str, line: int, column: int) -> float:
             raise ValueError
         return value
     except ValueError:
-        raise WrongNumbers(f"line {line}, column {column}: expected a number, got {got(cell)}") from None
+        raise WrongNumbers(f"line {line}, column {column}: expected a number, got {describe_value(cell)}") from None
 
 
 def place(index: Index) -> str:
@@ -155,7 +155,7 @@ def _flatten(value: Any, shape: Index, index: Index, into: List[Any]) -> None:
         into.append(value)
         return
     if not isinstance(value, _LIST) or len(value) != shape[0]:
-        what = f"a list of {len(value)}" if isinstance(value, _LIST) else got(value)
+        what = f"a list of {len(value)}" if isinstance(value, _LIST) else describe_value(value)
         raise WrongNumbers(f"{place(index)}: expected a list of {shape[0]} as before it, got {what}")
     if len(shape) == 1:
         into.extend(value)
@@ -174,13 +174,13 @@ def _fitted(count: int, signature: TensorSignature, rank: int = 1) -> Optional[I
         fixed *= 1 if dim < 0 else dim
     free = sum(dim < 0 for dim in declared)
     if free > 1:
-        raise WrongNumbers(f"{signature.form} has several free dimensions: nested lists say which is how long")
+        raise WrongNumbers(f"{signature.shape_text} has several free dimensions: nested lists say which is how long")
     if free and fixed and count % fixed == 0:
         return tuple(count // fixed if dim < 0 else dim for dim in declared)
     if not free and count == fixed:
         return declared
     expected = f"a multiple of {fixed:,}" if free else f"{fixed:,}"
-    raise WrongNumbers(f"expected {expected} numbers for {signature.form}, got {count:,}")
+    raise WrongNumbers(f"expected {expected} numbers for {signature.shape_text}, got {count:,}")
 
 
 def _array(
@@ -200,7 +200,7 @@ def _array(
         index = len(values)
         where = tuple(int(each) for each in np.unravel_index(index, shape)) if shape else ()
         expected = f"{place(where)}: expected {error} for {signature.datatype}"
-        raise WrongNumbers(f"{expected}, got {got(leaves[index])}") from None
+        raise WrongNumbers(f"{expected}, got {describe_value(leaves[index])}") from None
     return np.array(values, dtype).reshape(shape if fitted is None else fitted)
 
 

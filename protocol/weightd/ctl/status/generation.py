@@ -6,7 +6,7 @@ from typing import Dict, Iterator, List, Optional, Tuple
 
 from weightd.ctl.text import clean, count, megabytes, milliseconds, paragraph, size, table
 from weightd.protocol.messages.status import GenerationStatus, ProcessStatus
-from weightd.shared.loading import told
+from weightd.shared.loading import progress_text
 
 _HEADING = (
     "PROCESS",
@@ -34,7 +34,7 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
-    far = told(generation.done, generation.left_s)
+    far = progress_text(generation.done, generation.left_s)
     yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{far and f', {far}'}{sha256}"
     if generation.cause:
         yield from paragraph("cause", generation.cause, "    ")

@@ -49,9 +49,9 @@ class Asker:
         Raises:
             WeightdError: there is no answer, or not this one.
         """
-        self._history.counted(self._client.metrics(timeout=min(PATIENCE_S, self._client.timeout)))
-        if self._history.wants_status(time.monotonic()):
-            self._history.looked(self._client.status(timeout=min(_STATUS_PATIENCE_S, self._client.timeout)))
+        self._history.on_metrics(self._client.metrics(timeout=min(PATIENCE_S, self._client.timeout)))
+        if self._history.should_request_status(time.monotonic()):
+            self._history.on_status(self._client.status(timeout=min(_STATUS_PATIENCE_S, self._client.timeout)))
         return self._history.overview()
 
 

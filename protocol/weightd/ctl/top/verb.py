@@ -16,7 +16,7 @@ from weightd.ctl.top.view import LEAST_DELAY_S, MOST_DELAY_S
 from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.shared.overview.rows import Overview
-from weightd.shared.overview.values import values
+from weightd.shared.overview.values import to_json_values
 
 # Where there is no terminal, nothing is left out for want of room.
 _WIDTH = 200
@@ -105,7 +105,7 @@ def _print(asker: Asker, options: argparse.Namespace) -> None:
         time.sleep(options.delay)
         overview = _ask(asker)
         if options.json:
-            print(json.dumps(values(overview)), flush=True)
+            print(json.dumps(to_json_values(overview)), flush=True)
         else:
             print(*([] if is_first else [""]), *printed(overview, _width()), sep="\n", flush=True)
         is_first, left = False, None if left is None else left - 1

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Dict, Optional, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, left_out, many, mapping, number, record, text
+from weightd.protocol.schema import integer, omit_default, list_of, mapping, number, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -33,8 +33,8 @@ class AccountStatus:
     bytes_out: int = field(metadata=_COUNT)
     in_flight: int = field(metadata=_COUNT)
     queued: int = field(metadata=_COUNT)
-    refused: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REASONS))
-    deaths: int = field(default=0, metadata=left_out(_COUNT))
+    refused: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
+    deaths: int = field(default=0, metadata=omit_default(_COUNT))
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ class TenantStatus:
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     weight: float = field(metadata=number())
-    accounts: Tuple[AccountStatus, ...] = field(metadata=many(record(AccountStatus), limits.MAX_MODELS + 1))
+    accounts: Tuple[AccountStatus, ...] = field(metadata=list_of(record(AccountStatus), limits.MAX_MODELS + 1))
     share: Optional[float] = field(default=None, metadata=number())
-    summed: int = field(default=0, metadata=left_out(_COUNT))
+    summed: int = field(default=0, metadata=omit_default(_COUNT))

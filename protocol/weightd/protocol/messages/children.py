@@ -12,21 +12,21 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd.protocol import limits
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import BYTES, CASE, CASES, DIGEST, ROWS, SIZES, Case, Cases, DeviceMemory, Rows
+from weightd.protocol.messages.findings import BYTES, SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCase, SelfTestCases, DeviceMemory, Rows
 from weightd.protocol.messages.ranks import Done, Enter, Entered, Slice, Warm, Warmed
 from weightd.protocol.messages.regions import POSITIONS, MappedRegions
-from weightd.protocol.schema import boolean, described, integer, left_out, many, mapping, one_of, record, text
+from weightd.protocol.schema import boolean, in_own_frame, integer, omit_default, list_of, mapping, one_of, record, text
 from weightd.protocol.values import dataclass
 
-PROTOCOL = 2
+CHILD_PROTOCOL_VERSION = 2
 """The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _STEP = integer(0, limits.MAX_COUNT)
 _PARTY = integer(0, limits.MAX_COUNT)
-_GEARS = many(many(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
-_UNFIT = many(CASE, limits.MAX_CANARY_UNFIT)
-_ARGUMENTS = many(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
+_GEARS = list_of(list_of(integer(1, limits.MAX_GEAR_SIZE), limits.MAX_GEAR_DIMS), limits.MAX_GEARS)
+_UNFIT_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_UNFIT_CASES)
+_ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARGUMENTS)
 
 ORIGINS = ("spawned", "forked", "template")
 """How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
@@ -96,7 +96,7 @@ class Back:
     `step` is that of the last `Predict` that it has run, where it is a rank; 0: none.
     """
 
-    step: int = field(default=0, metadata=left_out(_STEP))
+    step: int = field(default=0, metadata=omit_default(_STEP))
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class Build:
     tested that the answers are bit for bit those of each alone.
     """
 
-    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
     search: bool = field(default=True, metadata=boolean())
-    canary_cases: Cases = field(default=(), metadata=CASES)
-    unfit: Cases = field(default=(), metadata=_UNFIT)
-    rows: int = field(default=1, metadata=ROWS)
-    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
+    canary_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
+    unfit: SelfTestCases = field(default=(), metadata=_UNFIT_CASES)
+    rows: int = field(default=1, metadata=ROW_COUNT)
+    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
 
 
@@ -126,8 +126,8 @@ class Probing:
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
     """
 
-    trying: Cases = field(metadata=CASES)
-    unfit: Cases = field(metadata=_UNFIT)
+    trying: SelfTestCases = field(metadata=SELFTEST_CASES)
+    unfit: SelfTestCases = field(metadata=_UNFIT_CASES)
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Built:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    canary_cases: Cases = field(metadata=CASES)
+    inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     canary: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -165,7 +165,7 @@ class Built:
     by_shape: bool = field(default=False, metadata=boolean())
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
     that it has computed before."""
-    first: Optional[Case] = field(default=None, metadata=CASE)
+    first: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
     """The shape of each input that every worker computes first, which is the largest that it computes without another
     build; None where that does not matter."""
 
@@ -174,7 +174,7 @@ class Built:
 class Allow:
     """daemon → holder: let these processes attach too, though they were not there at the build."""
 
-    pids: Tuple[str, ...] = field(metadata=many(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
 
 
 @dataclass(frozen=True)
@@ -192,14 +192,14 @@ class Attach:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    canary_cases: Cases = field(metadata=CASES)
-    rows: int = field(default=1, metadata=ROWS)
-    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
+    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    rows: int = field(default=1, metadata=ROW_COUNT)
+    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
     found: Optional[Rows] = field(default=None, metadata=record(Rows))
     by_shape: bool = field(default=False, metadata=boolean())
     """As in `Built`."""
-    first: Optional[Case] = field(default=None, metadata=CASE)
+    first: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
     """As in `Built`."""
 
 
@@ -236,11 +236,11 @@ class Predict:
     """
 
     request: int = field(metadata=_REQUEST)
-    description: RequestDescription = field(metadata=described(RequestDescription))
+    description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
     """Which tensors are in regions that were mapped; none where it is absent."""
-    step: int = field(default=0, metadata=left_out(_STEP))
-    member: int = field(default=0, metadata=left_out(integer(0, limits.MAX_MEMBERS - 1)))
+    step: int = field(default=0, metadata=omit_default(_STEP))
+    member: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
 
     @property
     def elsewhere(self) -> Tuple[int, ...]:
@@ -253,7 +253,7 @@ class Result:
     """worker → daemon: the answer to a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
-    description: ResponseDescription = field(metadata=described(ResponseDescription))
+    description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that were written where there was room, and have no frame."""
 
@@ -288,9 +288,9 @@ class Together:
     answers are the same.
     """
 
-    parts: int = field(metadata=integer(1, limits.MAX_PARTS))
+    parts: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
-    parties: Tuple[int, ...] = field(default=(), metadata=left_out(many(_PARTY, limits.MAX_PARTS)))
+    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_BATCH_ITEMS)))
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class Unequal:
     """
 
     note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
-    parties: Tuple[int, ...] = field(default=(), metadata=left_out(many(_PARTY, limits.MAX_TENANTS)))
+    parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_TENANTS)))
 
 
 @dataclass(frozen=True)
@@ -375,7 +375,7 @@ ChildMessage = Union[
     Unequal,
     Pong,
 ]
-OrderMessage = Union[
+ChildOrder = Union[
     Fork, Build, Probe, Allow, Attach, Enter, Warm, Together, Predict, Skip, Map, Unmap, Ping, Settle, Stop
 ]
 
@@ -397,7 +397,7 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "unequal": Unequal,
     "pong": Pong,
 }
-TO_CHILD: Dict[str, Type[OrderMessage]] = {
+TO_CHILD: Dict[str, Type[ChildOrder]] = {
     "fork": Fork,
     "build": Build,
     "probe": Probe,

@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.schema import boolean, integer, many, record, text
+from weightd.protocol.schema import boolean, integer, list_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -66,8 +66,8 @@ class ServerMetadataResponse:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    models: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_MODELS))
-    extensions: Tuple[str, ...] = field(metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_EXTENSIONS))
+    models: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_MODELS))
+    extensions: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_EXTENSIONS))
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class ModelMetadataResponse:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     platform: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    inputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
-    outputs: Tuple[TensorSignature, ...] = field(metadata=many(record(TensorSignature), limits.MAX_TENSORS))
+    inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
     exact: Optional[bool] = field(default=None, metadata=boolean())
     example: Optional[Tuple[Tuple[int, ...], ...]] = field(
-        default=None, metadata=many(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+        default=None, metadata=list_of(list_of(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
     )
 
 
@@ -126,7 +126,7 @@ class UpdateResponse:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    generations: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_GENERATIONS))
+    generations: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_GENERATIONS))
     path: str = field(metadata=text(limits.MAX_PATH_BYTES))
     weights: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     configured: str = field(metadata=text(limits.MAX_PATH_BYTES))
@@ -150,7 +150,7 @@ class ReloadResponse:
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-    added: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
-    changed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
-    removed: Tuple[str, ...] = field(metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
-    retried: Tuple[str, ...] = field(default=(), metadata=many(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    added: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    changed: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    removed: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))
+    retried: Tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_MODEL_NAME_BYTES), limits.MAX_MODELS))

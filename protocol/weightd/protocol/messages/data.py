@@ -9,7 +9,7 @@ from weightd.protocol import limits
 from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import ERRORS
 from weightd.protocol.messages.regions import POSITIONS, Regions
-from weightd.protocol.schema import boolean, described, integer, many, nullable, one_of, record, text
+from weightd.protocol.schema import boolean, in_own_frame, integer, list_of, nullable, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -27,7 +27,7 @@ class TensorSpec:
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     datatype: str = field(metadata=one_of(ITEM_BYTES))
-    shape: Tuple[int, ...] = field(metadata=many(integer(0, limits.MAX_DIM), limits.MAX_RANK))
+    shape: Tuple[int, ...] = field(metadata=list_of(integer(0, limits.MAX_DIM), limits.MAX_RANK))
 
     @property
     def nbytes(self) -> int:
@@ -47,10 +47,10 @@ class TensorSignature:
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     datatype: str = field(metadata=one_of(ITEM_BYTES))
-    shape: Optional[Tuple[int, ...]] = field(metadata=nullable(many(integer(-1, limits.MAX_DIM), limits.MAX_RANK)))
+    shape: Optional[Tuple[int, ...]] = field(metadata=nullable(list_of(integer(-1, limits.MAX_DIM), limits.MAX_RANK)))
 
     @property
-    def form(self) -> str:
+    def shape_text(self) -> str:
         """The shape, for people."""
         return "of any rank" if self.shape is None else str(list(self.shape))
 
@@ -115,9 +115,9 @@ class RequestDescription(_Description):
     """What is asked of a model: by all requests with the same shapes."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    inputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+    inputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
     outputs: Optional[Tuple[str, ...]] = field(
-        default=None, metadata=many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
+        default=None, metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
     )
     """The names of the outputs that are wanted, in the order in which they are; all of them where it is absent."""
 
@@ -132,7 +132,7 @@ class ResponseDescription(_Description):
     """What a model has answered."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    outputs: Tuple[TensorSpec, ...] = field(metadata=many(record(TensorSpec), limits.MAX_TENSORS))
+    outputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
@@ -145,7 +145,7 @@ class Infer:
     """client → daemon: run the model on the tensors that follow."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-    description: RequestDescription = field(metadata=described(RequestDescription))
+    description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
     parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
 
     @property
@@ -160,7 +160,7 @@ class InferResponse:
     """daemon → client: what the model answered."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-    description: ResponseDescription = field(metadata=described(ResponseDescription))
+    description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that are where the request has offered room, and have no frame."""
     running: Optional[bool] = field(default=None, metadata=boolean())

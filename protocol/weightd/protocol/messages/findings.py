@@ -6,22 +6,22 @@ from dataclasses import field
 from typing import Dict, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import boolean, integer, left_out, many, mapping, one_of, text
+from weightd.protocol.schema import boolean, integer, omit_default, list_of, mapping, one_of, text
 from weightd.protocol.values import dataclass
 
-Case = Dict[str, Tuple[int, ...]]
+SelfTestCase = Dict[str, Tuple[int, ...]]
 """An input of the canary: the shape of each of the model's inputs, by its name."""
 
-Cases = Tuple[Case, ...]
+SelfTestCases = Tuple[SelfTestCase, ...]
 
-CASE = mapping(many(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
-CASES = many(CASE, limits.MAX_CANARY_CASES)
+SELFTEST_CASE = mapping(list_of(integer(0, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+SELFTEST_CASES = list_of(SELFTEST_CASE, limits.MAX_SELFTEST_CASES)
 BYTES = integer(0, limits.MAX_COUNT)
-ROWS = integer(1, limits.MAX_ROWS)
-SIZES = many(ROWS, limits.MAX_ROW_SIZES)
+ROW_COUNT = integer(1, limits.MAX_ROWS)
+ROW_COUNTS = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
 DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
 
-_NAMES = many(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
+_NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Rows:
     compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     values: str = field(default="scaled", metadata=one_of(("scaled", "unscaled", "indices", "permuted", "sample")))
     special: Tuple[str, ...] = field(
-        default=(), metadata=left_out(many(one_of(("nan", "infinity", "subnormal", "negative zero")), 4))
+        default=(), metadata=omit_default(list_of(one_of(("nan", "infinity", "subnormal", "negative zero")), 4))
     )

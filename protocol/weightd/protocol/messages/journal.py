@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Optional, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, left_out, many, number, one_of, record, text
+from weightd.protocol.schema import integer, omit_default, list_of, number, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -14,7 +14,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 # Fields are called as the kinds are.
 _TIME = number()
 _TEXT = text(limits.MAX_TEXT_BYTES, empty=True)
-_NAME = left_out(text(limits.MAX_NAME_BYTES, empty=True))
+_NAME = omit_default(text(limits.MAX_NAME_BYTES, empty=True))
 
 # From the least severe.
 SEVERITIES = ("info", "warning", "error")
@@ -59,7 +59,7 @@ class EventsResponse:
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-    events: Tuple[Event, ...] = field(metadata=many(record(Event), limits.MAX_EVENTS))
+    events: Tuple[Event, ...] = field(metadata=list_of(record(Event), limits.MAX_EVENTS))
     last: int = field(metadata=_COUNT)
     more: int = field(default=0, metadata=_COUNT)
     missed: int = field(default=0, metadata=_COUNT)
@@ -97,5 +97,5 @@ class LogsResponse:
     """daemon → client: what they have said, who has spoken last being the last; `left_out` have spoken before that."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
-    logs: Tuple[LogTail, ...] = field(metadata=many(record(LogTail), limits.MAX_LOGS))
+    logs: Tuple[LogTail, ...] = field(metadata=list_of(record(LogTail), limits.MAX_LOGS))
     left_out: int = field(default=0, metadata=_COUNT)

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.status import ROLES
-from weightd.protocol.schema import boolean, integer, left_out, many, number, one_of, record, text
+from weightd.protocol.schema import boolean, integer, omit_default, list_of, number, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -31,7 +31,7 @@ class Histogram:
     last; `sum` is that of all values.
     """
 
-    counts: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_BUCKETS + 1))
+    counts: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_BUCKETS + 1))
     sum: float = field(metadata=number())
 
 
@@ -66,7 +66,7 @@ class ModelMetrics:
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     queued: int = field(metadata=_COUNT)
     running: int = field(metadata=_COUNT)
-    processes: Tuple[ProcessCount, ...] = field(metadata=many(record(ProcessCount), limits.MAX_PROCESS_COUNTS))
+    processes: Tuple[ProcessCount, ...] = field(metadata=list_of(record(ProcessCount), limits.MAX_PROCESS_COUNTS))
     executions: int = field(metadata=_COUNT)
     deaths: int = field(metadata=_COUNT)
     restarts: int = field(metadata=_COUNT)
@@ -81,7 +81,7 @@ class ModelMetrics:
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
-    max_queue: int = field(default=0, metadata=left_out(_COUNT))
+    max_queue: int = field(default=0, metadata=omit_default(_COUNT))
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class MetricsResponse:
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     uptime_s: float = field(metadata=number())
-    seconds_bounds: Tuple[float, ...] = field(metadata=many(number(), limits.MAX_BUCKETS))
-    rows_bounds: Tuple[int, ...] = field(metadata=many(_COUNT, limits.MAX_BUCKETS))
-    models: Tuple[ModelMetrics, ...] = field(metadata=many(record(ModelMetrics), limits.MAX_MODELS))
-    tenants: Tuple[TenantStatus, ...] = field(metadata=many(record(TenantStatus), limits.MAX_TENANTS + 1))
+    seconds_bounds: Tuple[float, ...] = field(metadata=list_of(number(), limits.MAX_BUCKETS))
+    rows_bounds: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_BUCKETS))
+    models: Tuple[ModelMetrics, ...] = field(metadata=list_of(record(ModelMetrics), limits.MAX_MODELS))
+    tenants: Tuple[TenantStatus, ...] = field(metadata=list_of(record(TenantStatus), limits.MAX_TENANTS + 1))
     held_bytes: int = field(metadata=_COUNT)
     max_memory_bytes: int = field(metadata=_COUNT)
     dropped: int = field(metadata=_COUNT)

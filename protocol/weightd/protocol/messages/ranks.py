@@ -11,11 +11,11 @@ from typing import Optional, Tuple
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import CASE, CASES, DIGEST, ROWS, SIZES, Cases, DeviceMemory, Rows
-from weightd.protocol.schema import integer, many, record
+from weightd.protocol.messages.findings import SELFTEST_CASE, SELFTEST_CASES, DIGEST, ROW_COUNT, ROW_COUNTS, SelfTestCases, DeviceMemory, Rows
+from weightd.protocol.schema import integer, list_of, record
 from weightd.protocol.values import dataclass
 
-_SIGNATURES = many(record(TensorSignature), limits.MAX_TENSORS)
+_SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Proof:
     """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
 
     canary: str = field(metadata=DIGEST)
-    canary_cases: Cases = field(metadata=many(CASE, 1))
+    canary_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Entered:
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[Member, ...] = field(default=(), metadata=many(record(Member), limits.MAX_MEMBERS))
+    members: Tuple[Member, ...] = field(default=(), metadata=list_of(record(Member), limits.MAX_GROUP_MODELS))
 
 
 @dataclass(frozen=True)
 class Warm:
     """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
 
-    rows: int = field(default=1, metadata=ROWS)
-    sizes: Tuple[int, ...] = field(default=(), metadata=SIZES)
+    rows: int = field(default=1, metadata=ROW_COUNT)
+    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Warmed:
     """
 
     canary: str = field(metadata=DIGEST)
-    canary_cases: Cases = field(metadata=CASES)
+    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     rows: Optional[Rows] = field(default=None, metadata=record(Rows))
     """None where it was not to be found out."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""
-    members: Tuple[Proof, ...] = field(default=(), metadata=many(record(Proof), limits.MAX_MEMBERS))
+    members: Tuple[Proof, ...] = field(default=(), metadata=list_of(record(Proof), limits.MAX_GROUP_MODELS))
 
 
 @dataclass(frozen=True)

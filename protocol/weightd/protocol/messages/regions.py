@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import integer, many, record, text
+from weightd.protocol.schema import integer, list_of, record, text
 from weightd.protocol.values import dataclass
 
 _TENSOR = integer(0, limits.MAX_TENSORS - 1)
@@ -15,7 +15,7 @@ _NUMBER = integer(0, limits.MAX_COUNT)
 REGION = text(limits.MAX_REGION_ID_BYTES)
 
 # Of tensors in a description.
-POSITIONS = many(_TENSOR, limits.MAX_TENSORS)
+POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class OutputPlace:
 class Regions:
     """Which tensors of a request are in shared memory, and where."""
 
-    inputs: Tuple[InputPlace, ...] = field(default=(), metadata=many(record(InputPlace), limits.MAX_TENSORS))
-    outputs: Tuple[OutputPlace, ...] = field(default=(), metadata=many(record(OutputPlace), limits.MAX_TENSORS))
+    inputs: Tuple[InputPlace, ...] = field(default=(), metadata=list_of(record(InputPlace), limits.MAX_TENSORS))
+    outputs: Tuple[OutputPlace, ...] = field(default=(), metadata=list_of(record(OutputPlace), limits.MAX_TENSORS))
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class MappedOutput:
 class MappedRegions:
     """`Regions`, for a worker, which knows them by numbers."""
 
-    inputs: Tuple[MappedInput, ...] = field(default=(), metadata=many(record(MappedInput), limits.MAX_TENSORS))
-    outputs: Tuple[MappedOutput, ...] = field(default=(), metadata=many(record(MappedOutput), limits.MAX_TENSORS))
+    inputs: Tuple[MappedInput, ...] = field(default=(), metadata=list_of(record(MappedInput), limits.MAX_TENSORS))
+    outputs: Tuple[MappedOutput, ...] = field(default=(), metadata=list_of(record(MappedOutput), limits.MAX_TENSORS))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import TenantStatus
 from weightd.protocol.messages.children import ORIGINS
-from weightd.protocol.schema import integer, left_out, many, number, one_of, record, text
+from weightd.protocol.schema import integer, omit_default, list_of, number, one_of, record, text
 from weightd.protocol.values import dataclass
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -58,7 +58,7 @@ class ProcessStatus:
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
-    sha256: str = field(default="", metadata=left_out(text(limits.MAX_DIGEST_BYTES, empty=True)))
+    sha256: str = field(default="", metadata=omit_default(text(limits.MAX_DIGEST_BYTES, empty=True)))
     anonymous_bytes: Optional[int] = field(default=None, metadata=_COUNT)
 
 
@@ -82,7 +82,7 @@ class GenerationStatus:
     progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    processes: Tuple[ProcessStatus, ...] = field(metadata=many(record(ProcessStatus), limits.MAX_PROCESSES))
+    processes: Tuple[ProcessStatus, ...] = field(metadata=list_of(record(ProcessStatus), limits.MAX_PROCESSES))
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -111,7 +111,7 @@ class ExecutionsStatus:
     """
 
     count: int = field(metadata=_COUNT)
-    rows: Tuple[RowsCount, ...] = field(default=(), metadata=many(record(RowsCount), 64))
+    rows: Tuple[RowsCount, ...] = field(default=(), metadata=list_of(record(RowsCount), 64))
     padded: int = field(default=0, metadata=_COUNT)
     cut: int = field(default=0, metadata=_COUNT)
     again: int = field(default=0, metadata=_COUNT)
@@ -138,7 +138,7 @@ class ModelStatus:
     queued: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
     failed: int = field(metadata=_COUNT)
-    generations: Tuple[GenerationStatus, ...] = field(metadata=many(record(GenerationStatus), limits.MAX_GENERATIONS))
+    generations: Tuple[GenerationStatus, ...] = field(metadata=list_of(record(GenerationStatus), limits.MAX_GENERATIONS))
     p50_us: Optional[float] = field(default=None, metadata=number())
     p99_us: Optional[float] = field(default=None, metadata=number())
     deaths: int = field(default=0, metadata=_COUNT)
@@ -146,7 +146,7 @@ class ModelStatus:
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
     executions: Optional[ExecutionsStatus] = field(default=None, metadata=record(ExecutionsStatus))
-    group: str = field(default="", metadata=left_out(text(limits.MAX_NAME_BYTES, empty=True)))
+    group: str = field(default="", metadata=omit_default(text(limits.MAX_NAME_BYTES, empty=True)))
     retry_s: Optional[float] = field(default=None, metadata=number())
 
 
@@ -168,7 +168,7 @@ class DeviceStatus:
     saved_bytes: int = field(metadata=_COUNT)
     capacity_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     free_bytes: Optional[int] = field(default=None, metadata=_COUNT)
-    buffer_bytes: int = field(default=0, metadata=left_out(_COUNT))
+    buffer_bytes: int = field(default=0, metadata=omit_default(_COUNT))
 
 
 @dataclass(frozen=True)
@@ -235,17 +235,17 @@ class StatusResponse:
     pid: int = field(metadata=_COUNT)
     uptime_s: float = field(metadata=number())
     pss_bytes: int = field(metadata=_COUNT)
-    models: Tuple[ModelStatus, ...] = field(metadata=many(record(ModelStatus), limits.MAX_MODELS))
-    devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=many(record(DeviceStatus), limits.MAX_DEVICES))
+    models: Tuple[ModelStatus, ...] = field(metadata=list_of(record(ModelStatus), limits.MAX_MODELS))
+    devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=list_of(record(DeviceStatus), limits.MAX_DEVICES))
     dropped: int = field(default=0, metadata=_COUNT)
     memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     held_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
-    gates: Tuple[GateStatus, ...] = field(default=(), metadata=many(record(GateStatus), limits.MAX_LISTENERS))
+    gates: Tuple[GateStatus, ...] = field(default=(), metadata=list_of(record(GateStatus), limits.MAX_LISTENERS))
     fork_servers: Tuple[ForkServerStatus, ...] = field(
-        default=(), metadata=many(record(ForkServerStatus), limits.MAX_MODELS)
+        default=(), metadata=list_of(record(ForkServerStatus), limits.MAX_MODELS)
     )
     tenants: Tuple[TenantStatus, ...] = field(
-        default=(), metadata=left_out(many(record(TenantStatus), limits.MAX_TENANTS + 1))
+        default=(), metadata=omit_default(list_of(record(TenantStatus), limits.MAX_TENANTS + 1))
     )

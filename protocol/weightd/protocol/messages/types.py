@@ -71,7 +71,7 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
 }
 
 # Those that have no answer. Of a `cancel` that would be a second one to what it names.
-UNANSWERED = frozenset(["cancel", "unregister"])
+MESSAGES_WITHOUT_REPLY = frozenset(["cancel", "unregister"])
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
     "error": Error,

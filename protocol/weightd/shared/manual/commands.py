@@ -29,8 +29,8 @@ class Argument(NamedTuple):
     metavar: str
     choices: Tuple[str, ...]
     help: str
-    optional: bool
-    repeatable: bool
+    is_optional: bool
+    is_repeatable: bool
 
 
 class Command(NamedTuple):
@@ -55,15 +55,15 @@ class Command(NamedTuple):
     commands: Tuple[Command, ...]
 
 
-def read(parser: argparse.ArgumentParser, name: Optional[str] = None, help: str = "") -> Command:
+def read_parser(parser: argparse.ArgumentParser, name: Optional[str] = None, help: str = "") -> Command:
     """Return what `parser` declares; what it hides is left out."""
     actions = [action for action in _actions(parser) if action.help != argparse.SUPPRESS]
     arguments = [_argument(parser, action) for action in actions if not _is_commands(action)]
     return Command(
         parser.prog if name is None else name,
         help,
-        _filled(parser, parser.description or help),
-        _filled(parser, parser.epilog or ""),
+        _expand(parser, parser.description or help),
+        _expand(parser, parser.epilog or ""),
         tuple(argument for argument in arguments if argument.flags),
         tuple(argument for argument in arguments if not argument.flags),
         tuple(command for action in actions if _is_commands(action) for command in _commands(action)),
@@ -82,7 +82,7 @@ def _is_commands(action: argparse.Action) -> bool:
 def _commands(action: argparse.Action) -> Iterable[Command]:
     parsers: Dict[str, argparse.ArgumentParser] = vars(action)["choices"]
     for each in vars(action)[_CHOICES_ACTIONS]:
-        yield read(parsers[each.dest], each.dest, _filled(parsers[each.dest], each.help or ""))
+        yield read_parser(parsers[each.dest], each.dest, _expand(parsers[each.dest], each.help or ""))
 
 
 def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Argument:
@@ -96,13 +96,13 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Argum
         metavar if takes_value else "",
         choices,
         # Last, an action's own: its default is what %(default)s means.
-        _filled(parser, action.help or "", vars(action)),
-        optional=bool(action.option_strings and not action.required) or action.nargs in ("?", "*"),
-        repeatable="Append" in type(action).__name__ or action.nargs in ("*", "+"),
+        _expand(parser, action.help or "", vars(action)),
+        is_optional=bool(action.option_strings and not action.required) or action.nargs in ("?", "*"),
+        is_repeatable="Append" in type(action).__name__ or action.nargs in ("*", "+"),
     )
 
 
-def _filled(parser: argparse.ArgumentParser, text: str, values: Optional[Dict[str, Any]] = None) -> str:
+def _expand(parser: argparse.ArgumentParser, text: str, values: Optional[Dict[str, Any]] = None) -> str:
     """What argparse fills in when it prints a help: it does that for the help of arguments only."""
     if values is None:
         return text.replace("%(prog)s", parser.prog)

@@ -21,7 +21,7 @@ _HEAD = """\
 """
 
 # The daemon is asked only where a model's name is wanted, and given a second.
-_ASK = r"""_@NAME@_models() {
+_MODELS_FUNCTION = r"""_@NAME@_models() {
     local socket="" word previous=""
     # Not COMP_WORDS: bash takes an address apart at its colons.
     while IFS= read -r word; do
@@ -81,22 +81,22 @@ _MODELS = """\
 """
 
 
-def bash(program: Command, kinds: Mapping[str, str]) -> str:
+def bash_script(program: Command, kinds: Mapping[str, str]) -> str:
     """Return the script for a program.
 
     Args:
         program: what is completed.
         kinds: what stands for a metavar: `FILE`, `DIRECTORY` or `MODEL`. For another one nothing is offered.
     """
-    asks = MODEL in kinds.values()
-    text = _HEAD + (_ASK if asks else "") + _BODY
+    needs_models = MODEL in kinds.values()
+    text = _HEAD + (_MODELS_FUNCTION if needs_models else "") + _BODY
     parts = {
-        "@MODELS@": _MODELS if asks else "",
+        "@MODELS@": _MODELS if needs_models else "",
         "@VALUED@": "|".join(
-            sorted({flag for each in _all(program) for option in each.options for flag in _taking(option)})
+            sorted({flag for each in _with_subcommands(program) for option in each.options for flag in _flags_with_value(option)})
         ),
-        "@VALUES@": "".join(f"            {line}\n" for line in _values(program, kinds)),
-        "@COMMANDS@": "".join(f"        {line}\n" for line in _commands(program, kinds)),
+        "@VALUES@": "".join(f"            {line}\n" for line in _value_cases(program, kinds)),
+        "@COMMANDS@": "".join(f"        {line}\n" for line in _command_cases(program, kinds)),
         "@NAME@": program.name,
     }
     for mark, part in parts.items():
@@ -104,33 +104,33 @@ def bash(program: Command, kinds: Mapping[str, str]) -> str:
     return text
 
 
-def _all(program: Command) -> Iterator[Command]:
+def _with_subcommands(program: Command) -> Iterator[Command]:
     yield program._replace(name="")
     yield from program.commands
 
 
-def _taking(option: Argument) -> Iterator[str]:
+def _flags_with_value(option: Argument) -> Iterator[str]:
     if option.metavar:
         yield from option.flags
 
 
-def _values(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
-    for command in _all(program):
+def _value_cases(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
+    for command in _with_subcommands(program):
         for option in command.options:
-            for flag in _taking(option):
-                wanted = _wanted(option, kinds)
+            for flag in _flags_with_value(option):
+                wanted = _completion_of(option, kinds)
                 if wanted:
                     yield f"({shlex.quote(f'{command.name} {flag}')}) wanted={shlex.quote(wanted)} ;;"
 
 
-def _commands(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
-    for command in _all(program):
+def _command_cases(program: Command, kinds: Mapping[str, str]) -> Iterator[str]:
+    for command in _with_subcommands(program):
         options = shlex.quote(" ".join(flag for option in command.options for flag in option.flags))
-        places = [_wanted(each, kinds) for each in command.positionals]
+        places = [_completion_of(each, kinds) for each in command.positionals]
         if command.commands:
             places.append(" ".join(each.name for each in command.commands))
         yield f"({shlex.quote(command.name)}) options={options} places=({' '.join(map(shlex.quote, places))}) ;;"
 
 
-def _wanted(argument: Argument, kinds: Mapping[str, str]) -> str:
+def _completion_of(argument: Argument, kinds: Mapping[str, str]) -> str:
     return " ".join(argument.choices) or kinds.get(argument.metavar, "")

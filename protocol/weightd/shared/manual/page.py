@@ -8,12 +8,12 @@ from weightd.shared.manual.commands import Argument, Command
 from weightd.shared.manual.roff import Page, bold, italic, prose
 
 
-def describe(page: Page, program: Command) -> None:
+def write_sections(page: Page, program: Command) -> None:
     """Write SYNOPSIS, DESCRIPTION, OPTIONS and COMMANDS of a program."""
     page.heading("SYNOPSIS")
     page.synopsis([bold(program.name), "[" + italic("OPTION") + "]...", italic("COMMAND"), "[" + italic("...") + "]"])
     for command in program.commands:
-        page.synopsis(_call(program, command))
+        page.synopsis(_synopsis_words(program, command))
     page.heading("DESCRIPTION")
     page.text(program.description)
     page.heading("OPTIONS")
@@ -23,7 +23,7 @@ def describe(page: Page, program: Command) -> None:
     common = {argument.flags for argument in program.options}
     for command in program.commands:
         page.subheading(command.name)
-        page.synopsis(_call(program, command))
+        page.synopsis(_synopsis_words(program, command))
         page.text(command.description)
         own = [option for option in command.options if option.flags not in common]
         _arguments(page, [*command.positionals, *own])
@@ -31,7 +31,7 @@ def describe(page: Page, program: Command) -> None:
             page.text(command.epilog)
 
 
-def _call(program: Command, command: Command) -> List[str]:
+def _synopsis_words(program: Command, command: Command) -> List[str]:
     common = {argument.flags for argument in program.options}
     options = [_option(option) for option in command.options if option.flags not in common]
     return [f"{bold(program.name)} {bold(command.name)}", *options, *map(_positional, command.positionals)]
@@ -40,12 +40,12 @@ def _call(program: Command, command: Command) -> List[str]:
 def _option(option: Argument) -> str:
     value = f" {italic(option.metavar)}" if option.metavar else ""
     written = bold(option.flags[-1]) + value
-    return (f"[{written}]" if option.optional else written) + ("..." if option.repeatable else "")
+    return (f"[{written}]" if option.is_optional else written) + ("..." if option.is_repeatable else "")
 
 
 def _positional(argument: Argument) -> str:
     written = italic(argument.metavar)
-    return (f"[{written}]" if argument.optional else written) + ("..." if argument.repeatable else "")
+    return (f"[{written}]" if argument.is_optional else written) + ("..." if argument.is_repeatable else "")
 
 
 def _arguments(page: Page, arguments: Iterable[Argument]) -> None:

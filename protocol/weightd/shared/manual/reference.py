@@ -27,14 +27,14 @@ class Key(NamedTuple):
     name: str
     kind: str
     default: str
-    required: bool
+    is_required: bool
     meaning: str
 
 
-def keys(cls: type[Any]) -> Iterator[Key]:
+def iterate_keys(cls: type[Any]) -> Iterator[Key]:
     """Yield the keys of a table of the configuration, without those that are tables themselves."""
     meanings = _docstrings(cls)
-    for field in tables.keys(cls):
+    for field in tables.table_keys(cls):
         if field.metadata["kind"].record:
             continue
         required = field.default is dataclasses.MISSING

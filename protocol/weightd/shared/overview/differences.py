@@ -12,7 +12,7 @@ def rate(before: float, after: float, seconds: float) -> Optional[float]:
     return (after - before) / seconds if after >= before and seconds > 0 else None
 
 
-def since(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
+def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
     """Return how often each size was counted since; None where it has begun anew, or has other buckets."""
     if len(before.counts) != len(after.counts):
         return None
@@ -20,7 +20,7 @@ def since(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
     return None if any(each < 0 for each in counts) else counts
 
 
-def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> Optional[float]:
+def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> Optional[float]:
     """Return what this share of all values does not exceed, as if those of a bucket were spread evenly in it.
 
     Of what is beyond the last bound no more is known: then it is that bound. None where nothing was counted.
@@ -33,10 +33,10 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[int]) -> Op
     total = sum(counts)
     if not total or len(counts) != len(bounds) + 1:
         return None
-    wanted, below, low = share * total, 0, 0.0
+    target_count, below, low = fraction * total, 0, 0.0
     for bound, count in zip(bounds, counts):
-        if count and below + count >= wanted:
-            return low + (bound - low) * (wanted - below) / count
+        if count and below + count >= target_count:
+            return low + (bound - low) * (target_count - below) / count
         below += count
         low = bound
     return low

@@ -18,10 +18,10 @@ from weightd.protocol.messages.status import GenerationStatus, ModelStatus, Proc
 from weightd.shared.devices import is_cpu
 
 # Who takes requests, and has the weights in common with others.
-_WORKERS = ("worker", "spare")
+_WORKER_ROLES = ("worker", "spare")
 
 # These run the model, too, each with a slice of its own.
-_RUN = (*_WORKERS, "rank")
+_RUNNING_ROLES = (*_WORKER_ROLES, "rank")
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class Memory:
         return self.copy_bytes + self.beside_bytes + self.other_bytes
 
 
-def of_model(model: ModelStatus) -> Optional[Memory]:
+def model_memory(model: ModelStatus) -> Optional[Memory]:
     """Return that of the processes of a model; None where there are none, or the kernel does not tell."""
     generations = [each for each in model.generations if each.processes]
     if not generations or any(each.copy_bytes is None for each in generations):
         return None
-    return _sum(map(_of_generation, generations))
+    return _sum_memory(map(_generation_memory, generations))
 
 
-def of_service(status: StatusResponse) -> Optional[Memory]:
+def service_memory(status: StatusResponse) -> Optional[Memory]:
     """Return that of all there is; None where this client is not told. What several models share counts once."""
     if not status.pid:
         return None
-    models = _sum(_of_generation(each) for each in _once(status) if each.processes)
+    models = _sum_memory(_generation_memory(each) for each in _unique_generations(status) if each.processes)
     own = status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
     return dataclasses.replace(models, other_bytes=models.other_bytes + own)
 
 
-def _once(status: StatusResponse) -> Iterator[GenerationStatus]:
+def _unique_generations(status: StatusResponse) -> Iterator[GenerationStatus]:
     """All generations, but for those whose processes were told with another model."""
     seen: Set[int] = set()
     for model in status.models:
@@ -80,31 +80,31 @@ def _once(status: StatusResponse) -> Iterator[GenerationStatus]:
             seen |= pids
 
 
-def _of_generation(generation: GenerationStatus) -> Memory:
-    workers = [each for each in generation.processes if each.role in _WORKERS]
+def _generation_memory(generation: GenerationStatus) -> Memory:
+    workers = [each for each in generation.processes if each.role in _WORKER_ROLES]
     sharing = [each for each in workers if each.shared_bytes]
-    running = sum(each.role in _RUN for each in generation.processes)
-    pss = sum(each.pss_bytes or 0 for each in generation.processes)
-    copy = generation.copy_bytes or 0
-    if not sharing or not copy:
+    running = sum(each.role in _RUNNING_ROLES for each in generation.processes)
+    pss_bytes = sum(each.pss_bytes or 0 for each in generation.processes)
+    copy_bytes = generation.copy_bytes or 0
+    if not sharing or not copy_bytes:
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-        return Memory(0, 0, 0, pss, pss, running)
+        return Memory(0, 0, 0, pss_bytes, pss_bytes, running)
     if not is_cpu(generation.device):
-        pss += copy  # a card's memory is in no process
-    copy = min(copy, pss)
-    beside = min(sum(each.own_bytes or 0 for each in sharing), pss - copy)
-    alone = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
-    plain = sum(_private(each) + (each.shared_bytes or 0) for each in sharing) + alone
-    return Memory(copy, len(sharing), beside, pss - copy - beside, plain, running)
+        pss_bytes += copy_bytes  # a card's memory is in no process
+    copy_bytes = min(copy_bytes, pss_bytes)
+    private_bytes = min(sum(each.own_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
+    unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
+    plain_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
+    return Memory(copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running)
 
 
-def _private(worker: ProcessStatus) -> int:
+def _private_bytes(worker: ProcessStatus) -> int:
     """What it would have for itself if nothing had been forked."""
     # Weights that were inherited of the template are no file's, those in a page store are.
     weights = worker.shared_bytes if worker.origin == "template" else 0
     return max(worker.own_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
 
 
-def _sum(memories: Iterable[Memory]) -> Memory:
+def _sum_memory(memories: Iterable[Memory]) -> Memory:
     each = [dataclasses.astuple(memory) for memory in memories]
     return Memory(*map(sum, zip(*each))) if each else Memory(0, 0, 0, 0, 0, 0)

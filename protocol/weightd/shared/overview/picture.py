@@ -14,24 +14,24 @@ from weightd.shared.overview.rows import ModelRow, Pace, ProcessRow, TenantRow
 from weightd.shared.overview.window import Window
 
 # Who answers requests; a spare does once one of these is lost.
-_ASKED = ("worker", "rank")
+_SERVING_ROLES = ("worker", "rank")
 
 
-def models(
-    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[Window], pace: Callable[[str], Pace]
+def model_rows(
+    now: MetricsResponse, status: Optional[StatusResponse], windows: Sequence[Window], throughput_of: Callable[[str], Pace]
 ) -> Iterator[ModelRow]:
     """Yield a row for each model; `pace` tells that of one by its name."""
     statuses = {} if status is None else {each.name: each for each in status.models}
     groups: Set[str] = set()
     for model in now.models:
-        row = _model(model, statuses.get(model.name), pace(model.name), _refused_rate(windows, model.name))
+        row = _model_row(model, statuses.get(model.name), throughput_of(model.name), _refused_rate(windows, model.name))
         # What a group has is told with the first of it.
         yield dataclasses.replace(row, memory=None) if row.group in groups else row
         groups |= {row.group} - {""}
 
 
-def _model(model: ModelMetrics, status: Optional[ModelStatus], pace: Pace, refused: Optional[float]) -> ModelRow:
-    generation = None if status is None else _generation(status, model.generation)
+def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: Pace, refused_rate: Optional[float]) -> ModelRow:
+    generation = None if status is None else _find_generation(status, model.generation)
     return ModelRow(
         name=model.name,
         engine=model.engine,
@@ -41,19 +41,19 @@ def _model(model: ModelMetrics, status: Optional[ModelStatus], pace: Pace, refus
         generation=model.generation,
         sha256=model.sha256,
         device="" if generation is None else generation.device,
-        wanted=sum(each.count for each in model.processes if each.role in _ASKED),
-        workers=sum(each.count for each in model.processes if each.role in _ASKED and each.state == "ready"),
+        wanted=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
+        workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"),
         queued=model.queued,
         running=model.running,
-        refused_rate=refused,
+        refused_rate=refused_rate,
         deaths=model.deaths,
-        pace=pace,
-        memory=None if status is None else memory.of_model(status),
+        pace=throughput,
+        memory=None if status is None else memory.model_memory(status),
         group="" if status is None else status.group,
     )
 
 
-def _generation(status: ModelStatus, number: int) -> Optional[GenerationStatus]:
+def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationStatus]:
     return next((each for each in status.generations if each.number == number), None)
 
 
@@ -65,27 +65,27 @@ def _refused_rate(windows: Sequence[Window], model: str) -> Optional[float]:
     return None
 
 
-def processes(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
+def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
     """Yield a row for each process of the last status; the one before, if any, tells what it has done since."""
     if not statuses:
         return
     *earlier, last = statuses
-    before = {process.name: process.served for status in earlier for _, _, process in _each(status)}
+    before = {process.name: process.served for status in earlier for _, _, process in _iterate_processes(status)}
     seconds = last.uptime_s - earlier[-1].uptime_s if earlier else 0.0
-    for model, generation, process in _each(last):
+    for model, generation, process in _iterate_processes(last):
         served = before.get(process.name)
         pace = None if served is None else rate(served, process.served, seconds)
-        yield _process(model, generation, process, pace)
+        yield _process_row(model, generation, process, pace)
 
 
-def _each(status: StatusResponse) -> Iterator[Tuple[str, GenerationStatus, ProcessStatus]]:
+def _iterate_processes(status: StatusResponse) -> Iterator[Tuple[str, GenerationStatus, ProcessStatus]]:
     for model in status.models:
         for generation in model.generations:
             for process in generation.processes:
                 yield model.name, generation, process
 
 
-def _process(model: str, generation: GenerationStatus, process: ProcessStatus, pace: Optional[float]) -> ProcessRow:
+def _process_row(model: str, generation: GenerationStatus, process: ProcessStatus, rate: Optional[float]) -> ProcessRow:
     return ProcessRow(
         model=model,
         name=process.name,
@@ -94,7 +94,7 @@ def _process(model: str, generation: GenerationStatus, process: ProcessStatus, p
         device=process.device or generation.device,
         pid=process.pid,
         served=process.served,
-        rate=pace,
+        rate=rate,
         in_flight=process.in_flight,
         p50_s=_seconds(process.p50_us),
         p99_s=_seconds(process.p99_us),
@@ -108,26 +108,26 @@ def _seconds(microseconds: Optional[float]) -> Optional[float]:
     return None if microseconds is None else microseconds / 1e6
 
 
-def tenant(told: TenantStatus, windows: Sequence[Window]) -> TenantRow:
+def tenant_row(status: TenantStatus, windows: Sequence[Window]) -> TenantRow:
     """Return the row of a tenant."""
-    served = sum(each.served for each in told.accounts)
-    served_rate, refused_rate = _tenant_rates(told.name, windows)
+    served = sum(each.served for each in status.accounts)
+    served_rate, refused_rate = _find_tenant_rates(status.name, windows)
     return TenantRow(
-        name=told.name,
-        weight=told.weight,
-        share=told.share,
+        name=status.name,
+        weight=status.weight,
+        share=status.share,
         rate=served_rate,
         refused_rate=refused_rate,
-        in_flight=sum(each.in_flight for each in told.accounts),
-        queued=sum(each.queued for each in told.accounts),
-        wait_s=sum(each.waited_seconds for each in told.accounts) / served if served else None,
+        in_flight=sum(each.in_flight for each in status.accounts),
+        queued=sum(each.queued for each in status.accounts),
+        wait_s=sum(each.waited_seconds for each in status.accounts) / served if served else None,
         served=served,
-        refused=sum(sum(each.refused.values()) for each in told.accounts),
-        seat_seconds=sum(each.seat_seconds for each in told.accounts),
+        refused=sum(sum(each.refused.values()) for each in status.accounts),
+        seat_seconds=sum(each.seat_seconds for each in status.accounts),
     )
 
 
-def _tenant_rates(name: str, windows: Sequence[Window]) -> Tuple[Optional[float], Optional[float]]:
+def _find_tenant_rates(name: str, windows: Sequence[Window]) -> Tuple[Optional[float], Optional[float]]:
     for window in windows:
         served = window.rate(window.before.served(name), window.now.served(name))
         refused = window.rate(window.before.refused(name), window.now.refused(name))

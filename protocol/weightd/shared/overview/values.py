@@ -9,39 +9,39 @@ from weightd.shared.overview.memory import Memory
 from weightd.shared.overview.rows import ModelRow, Overview, Pace
 
 
-def values(overview: Overview) -> Dict[str, Any]:
+def to_json_values(overview: Overview) -> Dict[str, Any]:
     """Return what JSON can hold; seconds and bytes, as the rows have them."""
     return {
-        **_fields(overview),
+        **_field_values(overview),
         "uptime_s": round(overview.uptime_s, 1),
-        "pace": _pace(overview.pace),
-        "memory": _memory(overview.memory),
-        "models": [_model(each) for each in overview.models],
-        "processes": [_fields(each) for each in overview.processes],
-        "tenants": [_fields(each) for each in overview.tenants],
+        "pace": _throughput_values(overview.pace),
+        "memory": _memory_values(overview.memory),
+        "models": [_model_values(each) for each in overview.models],
+        "processes": [_field_values(each) for each in overview.processes],
+        "tenants": [_field_values(each) for each in overview.tenants],
     }
 
 
-def _model(row: ModelRow) -> Dict[str, Any]:
-    return {**_fields(row), "pace": _pace(row.pace), "memory": _memory(row.memory)}
+def _model_values(row: ModelRow) -> Dict[str, Any]:
+    return {**_field_values(row), "pace": _throughput_values(row.pace), "memory": _memory_values(row.memory)}
 
 
-def _pace(pace: Pace) -> Dict[str, Any]:
+def _throughput_values(throughput: Pace) -> Dict[str, Any]:
     """Rates and times of moments are two lists: half as long as if each had its name."""
     return {
-        "rate": _rounded(pace.rate),
-        "p50_s": _rounded(pace.p50_s),
-        "p99_s": _rounded(pace.p99_s),
-        "rates": [_rounded(each.rate) for each in pace.moments],
-        "p99s_s": [_rounded(each.p99_s) for each in pace.moments],
+        "rate": _rounded(throughput.rate),
+        "p50_s": _rounded(throughput.p50_s),
+        "p99_s": _rounded(throughput.p99_s),
+        "rates": [_rounded(each.rate) for each in throughput.moments],
+        "p99s_s": [_rounded(each.p99_s) for each in throughput.moments],
     }
 
 
-def _memory(memory: Optional[Memory]) -> Optional[Dict[str, int]]:
-    return None if memory is None else {**_fields(memory), "now_bytes": memory.now_bytes}
+def _memory_values(memory: Optional[Memory]) -> Optional[Dict[str, int]]:
+    return None if memory is None else {**_field_values(memory), "now_bytes": memory.now_bytes}
 
 
-def _fields(row: Any) -> Dict[str, Any]:
+def _field_values(row: Any) -> Dict[str, Any]:
     found = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     return {name: _rounded(value) if isinstance(value, float) else value for name, value in found.items()}
 

@@ -6,7 +6,7 @@ from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 from weightd.protocol.messages.accounts import AccountStatus
 from weightd.protocol.messages.metrics import MetricsResponse, ModelMetrics
-from weightd.shared.overview.differences import quantile, rate, since
+from weightd.shared.overview.differences import quantile, rate, count_difference
 
 Counts = Tuple[int, ...]
 
@@ -19,7 +19,7 @@ class Sample:
     """
 
     def __init__(self, told: MetricsResponse) -> None:
-        self.told = told
+        self.metrics = told
         self.models: Dict[str, ModelMetrics] = {each.name: each for each in told.models}
 
     def served(self, tenant: str = "", model: str = "") -> Optional[int]:
@@ -31,9 +31,9 @@ class Sample:
         return self._sum(lambda account: sum(account.refused.values()), tenant, model)
 
     def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
-        there = [each for each in self.told.tenants if tenant in ("", each.name)]
-        accounts = [account for each in there for account in each.accounts if model in ("", account.model)]
-        return sum(map(count, accounts)) if there else None
+        tenants = [each for each in self.metrics.tenants if tenant in ("", each.name)]
+        accounts = [account for each in tenants for account in each.accounts if model in ("", account.model)]
+        return sum(map(count, accounts)) if tenants else None
 
 
 class Window(NamedTuple):
@@ -45,24 +45,24 @@ class Window(NamedTuple):
     @property
     def seconds(self) -> float:
         """How long it is, by the daemon's clock."""
-        return self.now.told.uptime_s - self.before.told.uptime_s
+        return self.now.metrics.uptime_s - self.before.metrics.uptime_s
 
-    def answered(self, model: str) -> Optional[Counts]:
+    def answered_counts(self, model: str) -> Optional[Counts]:
         """Return how many requests of a model were answered, by the buckets of time; None where that is not known."""
         before, now = self.before.models.get(model), self.now.models.get(model)
         if before is None or now is None:
             return None
-        return since(before.request_seconds, now.request_seconds) or None
+        return count_difference(before.request_seconds, now.request_seconds) or None
 
-    def answered_of_all(self) -> Optional[Counts]:
+    def all_answered_counts(self) -> Optional[Counts]:
         """Return the same of all models of which it is known."""
-        counts = [each for each in map(self.answered, self.now.models) if each]
+        counts = [each for each in map(self.answered_counts, self.now.models) if each]
         return tuple(map(sum, zip(*counts))) if counts else None
 
     def rate(self, before: Optional[float], now: Optional[float]) -> Optional[float]:
         """Return how much a counter has grown in a second; None where it has begun anew, or was not there."""
         return None if before is None or now is None else rate(before, now, self.seconds)
 
-    def quantile(self, share: float, counts: Counts) -> Optional[float]:
+    def quantile(self, fraction: float, counts: Counts) -> Optional[float]:
         """Return the seconds that this share of those answered did not exceed."""
-        return quantile(share, self.now.told.seconds_bounds, counts)
+        return quantile(fraction, self.now.metrics.seconds_bounds, counts)

@@ -13,7 +13,7 @@ class NotTogether(ValueError):
     """Rows have not each their own answer, or not the one that they have alone; the text says which have what."""
 
 
-def of_rows(outputs: Arrays, rows: int) -> Arrays:
+def check_rows(outputs: Arrays, rows: int) -> Arrays:
     """Return the outputs, each of so many rows.
 
     Raises:
@@ -25,7 +25,7 @@ def of_rows(outputs: Arrays, rows: int) -> Arrays:
     return outputs
 
 
-def joined(parts: List[Arrays]) -> Arrays:
+def concatenate(parts: List[Arrays]) -> Arrays:
     """Return the outputs of several predicts, one behind another.
 
     Raises:
@@ -41,40 +41,40 @@ def joined(parts: List[Arrays]) -> Arrays:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def variety(parts: Sequence[Arrays]) -> int:
+def count_distinct(parts: Sequence[Arrays]) -> int:
     """Return how many different answers there are, of those that have a finite number in them."""
-    telling = [each for each in parts if any(np.isfinite(array).any() for array in each.values())]
-    return len({tuple(array.tobytes() for array in each.values()) for each in telling})
+    finite = [each for each in parts if any(np.isfinite(array).any() for array in each.values())]
+    return len({tuple(array.tobytes() for array in each.values()) for each in finite})
 
 
-def difference(together: Arrays, alone: Arrays) -> str:
+def describe_difference(batched: Arrays, single: Arrays) -> str:
     """Return what differs, for people; "" if nothing does."""
-    for name, array in alone.items():
-        other = together[name]
+    for name, array in single.items():
+        other = batched[name]
         if (array.dtype, array.shape) != (other.dtype, other.shape):
-            return f"output {name}: {_form(other)} together, {_form(array)} alone"
+            return f"output {name}: {_describe_array(other)} together, {_describe_array(array)} alone"
         if other.tobytes() != array.tobytes():
-            return f"output {name}: {_apart(other, array)}"
+            return f"output {name}: {_describe_values(other, array)}"
     return ""
 
 
-def rows_that_differ(together: Arrays, alone: Arrays) -> Any:
+def differing_rows(batched: Arrays, single: Arrays) -> Any:
     """Return for each row whether any output of it differs, as an array of bool. The outputs have the same forms."""
-    rows = len(next(iter(alone.values())))
+    rows = len(next(iter(single.values())))
     differ = np.zeros(rows, bool)
-    for name, array in alone.items():
-        one, other = (np.ascontiguousarray(each).reshape(rows, -1).view(np.uint8) for each in (together[name], array))
+    for name, array in single.items():
+        one, other = (np.ascontiguousarray(each).reshape(rows, -1).view(np.uint8) for each in (batched[name], array))
         differ |= (one != other).any(axis=1)
     return differ
 
 
-def _apart(together: Any, alone: Any) -> str:
-    one, other = (np.ascontiguousarray(each).view(f"u{each.itemsize}") for each in (together, alone))
+def _describe_values(batched: Any, single: Any) -> str:
+    one, other = (np.ascontiguousarray(each).view(f"u{each.itemsize}") for each in (batched, single))
     differ = one != other
-    rows = int(differ.reshape(len(alone), -1).any(axis=1).sum())
-    text = f"{rows} of {len(alone)} rows that were run together differ from the same rows run alone"
+    rows = int(differ.reshape(len(single), -1).any(axis=1).sum())
+    text = f"{rows} of {len(single)} rows that were run together differ from the same rows run alone"
     with np.errstate(invalid="ignore"):
-        a, b, all_values = (each.astype(np.float64) for each in (together[differ], alone[differ], alone))
+        a, b, all_values = (each.astype(np.float64) for each in (batched[differ], single[differ], single))
     finite = np.isfinite(a) & np.isfinite(b)
     far = float(abs(a[finite] - b[finite]).max(initial=0.0))
     largest = float(abs(all_values[np.isfinite(all_values)]).max(initial=0.0))
@@ -82,5 +82,5 @@ def _apart(together: Any, alone: Any) -> str:
     return text if finite.all() else f"{text}, and in which values are finite, or in the bits of one that is not"
 
 
-def _form(array: Any) -> str:
+def _describe_array(array: Any) -> str:
     return f"{array.dtype} {list(array.shape)}"

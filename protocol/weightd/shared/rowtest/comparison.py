@@ -21,43 +21,43 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.shared.rowtest import bits
 from weightd.shared.rowtest.bits import Arrays, NotTogether
 from weightd.shared.rowtest.rows import (
-    LEAST,
-    MAX_BYTES,
+    MIN_TEST_ROWS,
+    MAX_TEST_BYTES,
     SPECIALS,
     Kind,
     Special,
     TestRows,
     has_rows,
-    kinds,
+    row_kinds,
     row_bytes,
 )
 
-MOST_S = 10.0
+MAX_DURATION_S = 10.0
 """How long it may take, beside the predict that is under way then."""
 
 # For the rows alone, before they are run together.
-_ALONE_S = MOST_S / 2
+_MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
 
 # Of the first LEAST rows so many have different answers, or rows of another kind are tried.
-_ENOUGH_DIFFERENT = LEAST // 2
+_MIN_DISTINCT = MIN_TEST_ROWS // 2
 
 # For rows with special values. What was not tested until then is taken to differ.
-SPECIAL_S = 2.0
+MAX_SPECIAL_VALUES_S = 2.0
 _SPECIAL_ROWS = 16
 
 # A library's own ways are for 4, 8 or 16 values at once: what is left over is where they differ.
 _ODD_SIZES = (2, 3, 5, 7)
 
 # More are not looked at, where only some numbers of rows can be run.
-_MAX_SIZES = 8
+_MAX_ALLOWED_SIZES = 8
 
 # Of all numbers of rows that there may be the first ones are tried; others by workers, when they come.
-_MOST_NUMBERS = 64
+_MAX_ROW_COUNTS = 64
 
 # What a worker that attaches runs at once.
 _MAX_DIGEST_ROWS = 64
 
-_SET_A_SAMPLE = "set `canary` of the model to an .npz file of typical inputs, with several rows that differ"
+_SAMPLE_HINT = "set `canary` of the model to an .npz file of typical inputs, with several rows that differ"
 
 
 class Subject(NamedTuple):
@@ -76,10 +76,10 @@ class Subject(NamedTuple):
     predict: Callable[[Arrays], Arrays]
     inputs: Sequence[TensorSignature]
     shapes: Mapping[str, Tuple[int, ...]]
-    rows: int
-    sizes: Sequence[int] = ()
+    max_rows: int
+    allowed_sizes: Sequence[int] = ()
     sample: Optional[Arrays] = None
-    refusals: Tuple[Type[Exception], ...] = ()
+    input_errors: Tuple[Type[Exception], ...] = ()
 
 
 class Found(NamedTuple):
@@ -96,10 +96,10 @@ class Found(NamedTuple):
 
     outputs: Tuple[str, ...] = ()
     note: str = ""
-    compared: int = 0
+    compared_rows: int = 0
     kind: Kind = Kind.SCALED
-    special: Tuple[Special, ...] = ()
-    refusal: Optional[Exception] = None
+    unequal_specials: Tuple[Special, ...] = ()
+    batch_error: Optional[Exception] = None
 
 
 class _Refused(NotTogether):
@@ -119,10 +119,10 @@ class _ValuesUnfit(Exception):
 
     def __init__(self, text: str, variety: int = -1) -> None:
         super().__init__(text)
-        self.variety = variety
+        self.distinct_count = variety
 
 
-def with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
+def inputs_with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
     """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to.
 
     Raises:
@@ -135,7 +135,7 @@ def with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> T
         if each.shape is None:
             raise NotTogether(f"input {each.name} has no rows: it may be of any rank")
         if not has_rows(each) and (sizes or not names):
-            form = each.form
+            form = each.shape_text
             raise NotTogether(f"input {each.name} has no rows: its shape is {form}, whose first dimension is not free")
     return names
 
@@ -144,8 +144,8 @@ def compare(
     subject: Subject,
     *,
     exact: bool,
-    before: Callable[[int], None] = lambda _: None,
-    refused: Callable[[Exception], None] = lambda _: None,
+    before_run: Callable[[int], None] = lambda _: None,
+    on_refused: Callable[[Exception], None] = lambda _: None,
 ) -> Found:
     """Run rows together and alone, and return what was found.
 
@@ -155,51 +155,51 @@ def compare(
         before: called before so many rows are run; it raises `NotTogether` where they must not be.
         refused: called with what `subject.predict` has raised, before the model is run again.
     """
-    return _Comparison(subject, exact, before, refused).run()
+    return _Comparison(subject, exact, before_run, on_refused).run()
 
 
-def answer_to_many(subject: Subject, kind: Kind) -> Arrays:
+def predict_many_rows(subject: Subject, kind: Kind) -> Arrays:
     """Return the answer to one predict of many rows, which is the same in each process where its bits are.
 
     Raises:
         Exception: one of `subject.refusals`: the model does not run on them.
     """
-    tried = _sizes(subject)
-    count = next((size for size in tried if size <= _MAX_DIGEST_ROWS), tried[-1])
-    rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind, most=count)
-    return subject.predict(rows.of([index % rows.count for index in range(count)]))
+    sizes = _sizes_to_test(subject)
+    count = next((size for size in sizes if size <= _MAX_DIGEST_ROWS), sizes[-1])
+    rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind, max_rows=count)
+    return subject.predict(rows.select([index % rows.count for index in range(count)]))
 
 
 class _Comparison:
     """One test of a model."""
 
     def __init__(
-        self, subject: Subject, exact: bool, before: Callable[[int], None], refused: Callable[[Exception], None]
+        self, subject: Subject, exact: bool, before_run: Callable[[int], None], on_refused: Callable[[Exception], None]
     ) -> None:
         self._subject = subject
         self._exact = exact
-        self._before = before
-        self._refused = refused
+        self._before_run = before_run
+        self._on_refused = on_refused
         # What one row alone is run on: the least number of rows that there may be.
-        self._fewest = min(subject.sizes, default=1)
-        self._sizes = _sizes(subject)
-        numbers = range(1 if subject.sizes else 2, self._sizes[0] + 1)
-        self._numbers = [size for size in numbers if not subject.sizes or size in subject.sizes][:_MOST_NUMBERS]
-        self._tried: Set[int] = set()
-        self._began = time.monotonic()
+        self._min_rows = min(subject.allowed_sizes, default=1)
+        self._batch_sizes = _sizes_to_test(subject)
+        numbers = range(1 if subject.allowed_sizes else 2, self._batch_sizes[0] + 1)
+        self._row_counts = [size for size in numbers if not subject.allowed_sizes or size in subject.allowed_sizes][:_MAX_ROW_COUNTS]
+        self._tested_sizes: Set[int] = set()
+        self._started_at = time.monotonic()
 
     def run(self) -> Found:
         """Test the model on the first kind of rows that shows something."""
         unfit: List[Tuple[Kind, _ValuesUnfit]] = []
-        for kind in kinds(has_sample=self._subject.sample is not None):
+        for kind in row_kinds(has_sample=self._subject.sample is not None):
             try:
-                return self._test(kind, is_choice=True)
+                return self._test_kind(kind, may_reject_kind=True)
             except _ValuesUnfit as error:
                 unfit.append((kind, error))
-        kind, best = max(unfit, key=lambda each: each[1].variety)
-        return self._test(kind, is_choice=False) if best.variety >= 0 else Found(note=str(best))
+        kind, best = max(unfit, key=lambda each: each[1].distinct_count)
+        return self._test_kind(kind, may_reject_kind=False) if best.distinct_count >= 0 else Found(note=str(best))
 
-    def _test(self, kind: Kind, *, is_choice: bool) -> Found:
+    def _test_kind(self, kind: Kind, *, may_reject_kind: bool) -> Found:
         """Test the model on rows of one kind.
 
         Args:
@@ -212,97 +212,97 @@ class _Comparison:
         subject = self._subject
         rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind)
         outputs: Tuple[str, ...] = ()
-        self._tried.clear()
+        self._tested_sizes.clear()
         try:
-            first = self._alone(rows, 0)
-            self._together(rows, np.arange(self._sizes[0]) % rows.count)
-            outputs = tuple(first)
+            first_outputs = self._run_single(rows, 0)
+            self._run_batched(rows, np.arange(self._batch_sizes[0]) % rows.count)
+            outputs = tuple(first_outputs)
             if not self._exact:
                 return Found(outputs, kind=kind)
-            nbytes = sum(array.nbytes for array in first.values())
-            alone = self._each_alone(rows, nbytes, is_choice=is_choice)
-            note = self._difference(rows, bits.joined(alone)) or _shows_nothing(alone)
+            nbytes = sum(array.nbytes for array in first_outputs.values())
+            single = self._run_each_single(rows, nbytes, may_reject_kind=may_reject_kind)
+            note = self._find_difference(rows, bits.concatenate(single)) or _inconclusive_reason(single)
         except NotTogether as error:
-            return Found(outputs, str(error), kind=kind, refusal=error.cause if isinstance(error, _Refused) else None)
+            return Found(outputs, str(error), kind=kind, batch_error=error.cause if isinstance(error, _Refused) else None)
         if note:
             return Found(outputs, note, kind=kind)
-        return Found(outputs, "", self._compared(), kind, self._special(rows, kind))
+        return Found(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
 
-    def _special(self, rows: TestRows, kind: Kind) -> Tuple[Special, ...]:
+    def _find_unequal_specials(self, rows: TestRows, kind: Kind) -> Tuple[Special, ...]:
         """Return the special values with which rows have other answers together, or change those of other rows."""
-        until = time.monotonic() + SPECIAL_S
+        deadline = time.monotonic() + MAX_SPECIAL_VALUES_S
         if not rows.has_floats:
             return ()
         if kind not in (Kind.SCALED, Kind.UNSCALED):
             return SPECIALS  # floats may be indices: what is none is not tried
-        if self._are_equal(rows, SPECIALS, until):
+        if self._are_equal(rows, SPECIALS, deadline):
             return ()
-        return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), until)])
+        return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), deadline)])
 
-    def _are_equal(self, rows: TestRows, specials: Sequence[Special], until: float) -> bool:
+    def _are_equal(self, rows: TestRows, specials: Sequence[Special], deadline: float) -> bool:
         """Return whether rows, of which some have such values, have the same answers together and alone."""
-        inputs = rows.special(_SPECIAL_ROWS, specials)
+        inputs = rows.with_special_values(_SPECIAL_ROWS, specials)
 
         def run(indices: Any) -> Arrays:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise NotTogether("it takes too long")
-            self._before(len(indices))
-            return bits.of_rows(self._subject.predict(rows.chosen(inputs, indices)), len(indices))
+            self._before_run(len(indices))
+            return bits.check_rows(self._subject.predict(rows.select_from(inputs, indices)), len(indices))
 
         try:
-            alone = bits.joined(
+            single = bits.concatenate(
                 [
-                    {name: array[:1] for name, array in run(np.full(self._fewest, index)).items()}
+                    {name: array[:1] for name, array in run(np.full(self._min_rows, index)).items()}
                     for index in range(_SPECIAL_ROWS)
                 ]
             )
-            for size in self._sizes:
+            for size in self._batch_sizes:
                 indices = np.arange(size) % _SPECIAL_ROWS
-                if bits.difference(run(indices), {name: array[indices] for name, array in alone.items()}):
+                if bits.describe_difference(run(indices), {name: array[indices] for name, array in single.items()}):
                     return False
         except NotTogether:
             return False
-        except self._subject.refusals as error:
-            self._refused(error)
+        except self._subject.input_errors as error:
+            self._on_refused(error)
             return False
         return True
 
-    def _difference(self, rows: TestRows, alone: Arrays) -> str:
+    def _find_difference(self, rows: TestRows, single: Arrays) -> str:
         """Run rows together; return how they differ from the same rows alone, "" if they do not.
 
         Raises:
             NotTogether: an output has not the rows of the inputs, the model refuses them, or it takes too long.
         """
-        number = len(next(iter(alone.values())))
-        for turn, size in self._turns(number):
-            if time.monotonic() >= self._began + MOST_S:
-                if turn or self._tried.issuperset(self._sizes):
+        number = len(next(iter(single.values())))
+        for turn, size in self._schedule(number):
+            if time.monotonic() >= self._started_at + MAX_DURATION_S:
+                if turn or self._tested_sizes.issuperset(self._batch_sizes):
                     break
-                raise NotTogether(f"the model takes too long: not all of {self._sizes} rows were run in {MOST_S:g} s")
+                raise NotTogether(f"the model takes too long: not all of {self._batch_sizes} rows were run in {MAX_DURATION_S:g} s")
             indices = np.arange(turn * size, (turn + 1) * size) % number
-            found = bits.difference(
-                self._together(rows, indices), {name: array[indices] for name, array in alone.items()}
+            found = bits.describe_difference(
+                self._run_batched(rows, indices), {name: array[indices] for name, array in single.items()}
             )
             if found:
                 return found
-            self._tried.add(size)
+            self._tested_sizes.add(size)
         return ""
 
-    def _compared(self) -> int:
+    def _max_compared_rows(self) -> int:
         """Return the number up to which each number of rows that there may be was run."""
-        tried = itertools.takewhile(self._tried.__contains__, self._numbers)
-        return max(tried, default=0)
+        tested = itertools.takewhile(self._tested_sizes.__contains__, self._row_counts)
+        return max(tested, default=0)
 
-    def _turns(self, number: int) -> Iterator[Tuple[int, int]]:
+    def _schedule(self, number: int) -> Iterator[Tuple[int, int]]:
         """Yield which rows are run, as how many so many come before them, and how many there are.
 
         Some numbers of rows are run with all of them, the others once.
         """
-        yield from [(0, size) for size in self._sizes]
-        yield from [(0, size) for size in self._numbers if size not in self._sizes]
-        yield from [(turn, size) for turn in range(1, number) for size in self._sizes if turn * size < number]
+        yield from [(0, size) for size in self._batch_sizes]
+        yield from [(0, size) for size in self._row_counts if size not in self._batch_sizes]
+        yield from [(turn, size) for turn in range(1, number) for size in self._batch_sizes if turn * size < number]
 
-    def _each_alone(self, rows: TestRows, nbytes: int, *, is_choice: bool) -> List[Arrays]:
+    def _run_each_single(self, rows: TestRows, nbytes: int, *, may_reject_kind: bool) -> List[Arrays]:
         """Return the answers to the rows, each run alone.
 
         Args:
@@ -315,34 +315,34 @@ class _Comparison:
             NotTogether: it takes too long.
         """
         answers: List[Arrays] = []
-        most = min(rows.count, max(LEAST, MAX_BYTES * self._fewest // max(nbytes, 1)))
-        while len(answers) < most and (time.monotonic() < self._began + _ALONE_S or len(answers) < LEAST):
-            if time.monotonic() >= self._began + MOST_S:
-                raise NotTogether(f"the model takes too long: only {len(answers)} rows were run in {MOST_S:g} s")
-            answers.append(self._alone(rows, len(answers)))
-            if is_choice and len(answers) == LEAST and time.monotonic() < self._began + _ALONE_S:
-                variety = bits.variety(answers)
-                if variety < _ENOUGH_DIFFERENT:
-                    raise _ValuesUnfit(f"{variety} of {LEAST} answers differ", variety)
+        max_answers = min(rows.count, max(MIN_TEST_ROWS, MAX_TEST_BYTES * self._min_rows // max(nbytes, 1)))
+        while len(answers) < max_answers and (time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S or len(answers) < MIN_TEST_ROWS):
+            if time.monotonic() >= self._started_at + MAX_DURATION_S:
+                raise NotTogether(f"the model takes too long: only {len(answers)} rows were run in {MAX_DURATION_S:g} s")
+            answers.append(self._run_single(rows, len(answers)))
+            if may_reject_kind and len(answers) == MIN_TEST_ROWS and time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S:
+                variety = bits.count_distinct(answers)
+                if variety < _MIN_DISTINCT:
+                    raise _ValuesUnfit(f"{variety} of {MIN_TEST_ROWS} answers differ", variety)
         return answers
 
-    def _alone(self, rows: TestRows, index: int) -> Arrays:
+    def _run_single(self, rows: TestRows, index: int) -> Arrays:
         """Return the answer to one row.
 
         Raises:
             _ValuesUnfit: the model refuses it.
         """
         try:
-            answer = self._run(rows, np.full(self._fewest, index))
-        except self._subject.refusals as error:
-            self._refused(error)
+            answer = self._predict(rows, np.full(self._min_rows, index))
+        except self._subject.input_errors as error:
+            self._on_refused(error)
             raise _ValuesUnfit(
-                f"the model does not run on {self._fewest} rows: {error}; {_SET_A_SAMPLE}, or `sizes` to the numbers "
+                f"the model does not run on {self._min_rows} rows: {error}; {_SAMPLE_HINT}, or `sizes` to the numbers "
                 "of rows that it takes"
             ) from None
         return {name: array[:1] for name, array in answer.items()}
 
-    def _together(self, rows: TestRows, indices: Any) -> Arrays:
+    def _run_batched(self, rows: TestRows, indices: Any) -> Arrays:
         """Return the answer to several rows.
 
         Raises:
@@ -350,30 +350,30 @@ class _Comparison:
             _ValuesUnfit: it refuses one of them alone, too.
         """
         try:
-            return self._run(rows, indices)
-        except self._subject.refusals as error:
-            self._refused(error)
+            return self._predict(rows, indices)
+        except self._subject.input_errors as error:
+            self._on_refused(error)
             for index in np.unique(indices):
-                if time.monotonic() < self._began + _ALONE_S:
-                    self._alone(rows, index)
+                if time.monotonic() < self._started_at + _MAX_SINGLE_ROWS_S:
+                    self._run_single(rows, index)
             raise _Refused(f"the model does not run on {len(indices)} rows: {error}", error) from None
 
-    def _run(self, rows: TestRows, indices: Any) -> Arrays:
-        self._before(len(indices))
-        return bits.of_rows(self._subject.predict(rows.of(indices)), len(indices))
+    def _predict(self, rows: TestRows, indices: Any) -> Arrays:
+        self._before_run(len(indices))
+        return bits.check_rows(self._subject.predict(rows.select(indices)), len(indices))
 
 
-def _shows_nothing(alone: Sequence[Arrays]) -> str:
+def _inconclusive_reason(single: Sequence[Arrays]) -> str:
     """Return why no difference could have shown in these answers to single rows, "" if it could."""
-    if bits.variety(alone) > 1:
+    if bits.count_distinct(single) > 1:
         return ""
-    return f"no difference would show: the model answers all {len(alone)} rows of the test alike; {_SET_A_SAMPLE}"
+    return f"no difference would show: the model answers all {len(single)} rows of the test alike; {_SAMPLE_HINT}"
 
 
-def _sizes(subject: Subject) -> List[int]:
+def _sizes_to_test(subject: Subject) -> List[int]:
     """The numbers of rows that are tried, the largest first."""
-    if subject.sizes:
-        fit = sorted((size for size in subject.sizes if size <= subject.rows), reverse=True)
-        return fit[:_MAX_SIZES] or [min(subject.sizes)]
-    largest = min(subject.rows, max(2, MAX_BYTES // max(row_bytes(subject.inputs, subject.shapes), 1)))
+    if subject.allowed_sizes:
+        fit = sorted((size for size in subject.allowed_sizes if size <= subject.max_rows), reverse=True)
+        return fit[:_MAX_ALLOWED_SIZES] or [min(subject.allowed_sizes)]
+    largest = min(subject.max_rows, max(2, MAX_TEST_BYTES // max(row_bytes(subject.inputs, subject.shapes), 1)))
     return sorted({largest, *(size for size in _ODD_SIZES if size < largest)}, reverse=True)

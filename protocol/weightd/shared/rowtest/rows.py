@@ -14,24 +14,24 @@ from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.shared.rowtest.bits import Arrays
 
 # Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
-MOST = 200
+MAX_TEST_ROWS = 200
 """Rows that are run together and alone."""
 
-MAX_BYTES = 64 * 1024 * 1024
+MAX_TEST_BYTES = 64 * 1024 * 1024
 """Of the rows that are kept, unless LEAST take more."""
 
-LEAST = 8
+MIN_TEST_ROWS = 8
 
 _SEED = 20_260_101
 
-_MAX_DRAWN = 1024 * 1024
+_MAX_RANDOM_VALUES = 1024 * 1024
 
 # A model that looks at all rows at once, to scale them or to choose among them, shows it where one is larger.
 _MAGNITUDES = (1.0, 100.0, 0.01)
 
 
 # Every value of a row is a special one, or one of so many.
-_STEPS = (1, 3, 7)
+_SPECIAL_STEPS = (1, 3, 7)
 
 
 class Kind(enum.Enum):
@@ -63,7 +63,7 @@ class Special(enum.Enum):
 SPECIALS = tuple(Special)
 
 
-def kinds(*, has_sample: bool) -> Tuple[Kind, ...]:
+def row_kinds(*, has_sample: bool) -> Tuple[Kind, ...]:
     """Return the kinds of rows to try, the one that shows most first."""
     if has_sample:
         return Kind.SCALED, Kind.PERMUTED, Kind.SAMPLE
@@ -75,14 +75,14 @@ def has_rows(tensor: TensorSignature) -> bool:
     return tensor.shape is not None and tensor.shape[:1] == (-1,)
 
 
-def made(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
+def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
     """Return values for an input, which are the same in each process, and others for other `numbers`."""
     random = _generator(tensor, *numbers)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
     # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
     count = int(np.prod(shape, dtype=np.int64))
-    drawn = min(count, _MAX_DRAWN)
-    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _indices(random, drawn)
+    drawn = min(count, _MAX_RANDOM_VALUES)
+    values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _random_indices(random, drawn)
     array = values.astype(dtype)
     return (array if count == drawn else np.resize(array, count)).reshape(shape)
 
@@ -113,22 +113,22 @@ class TestRows:
         sample: Optional[Arrays] = None,
         kind: Kind = Kind.SCALED,
         *,
-        most: int = MOST,
-        first: int = 0,
+        max_rows: int = MAX_TEST_ROWS,
+        first_index: int = 0,
     ) -> None:
         with_rows = [each for each in inputs if has_rows(each)]
         dims = {each.name: tuple(shapes[each.name][1:]) for each in with_rows}
         self.row_bytes = row_bytes(inputs, shapes)
-        self.count = min(most, MOST, max(LEAST, MAX_BYTES // max(self.row_bytes, 1)))
-        self._whole: Arrays = {}
+        self.count = min(max_rows, MAX_TEST_ROWS, max(MIN_TEST_ROWS, MAX_TEST_BYTES // max(self.row_bytes, 1)))
+        self._constant_inputs: Arrays = {}
         for each in inputs:
             if not has_rows(each):
                 given = None if sample is None else sample[each.name]
-                self._whole[each.name] = made(each, tuple(shapes[each.name])) if given is None else given
+                self._constant_inputs[each.name] = generate_values(each, tuple(shapes[each.name])) if given is None else given
         self._rows: Arrays = {}
         for each in with_rows:
             given = None if sample is None or not len(sample[each.name]) else sample[each.name]
-            rows = np.stack([_row(each, dims[each.name], given, kind, first + index) for index in range(self.count)])
+            rows = np.stack([_generate_row(each, dims[each.name], given, kind, first_index + index) for index in range(self.count)])
             if kind is Kind.SCALED and rows.dtype.kind == "f":
                 magnitudes = np.resize(_MAGNITUDES, self.count).astype(rows.dtype)
                 rows *= magnitudes.reshape(-1, *[1] * (rows.ndim - 1))
@@ -139,40 +139,40 @@ class TestRows:
         """Whether an input that has rows is of floats."""
         return any(array.dtype.kind == "f" for array in self._rows.values())
 
-    def special(self, count: int, specials: Sequence[Special]) -> Arrays:
+    def with_special_values(self, count: int, specials: Sequence[Special]) -> Arrays:
         """Return so many rows, of which every other one has special values in its floats.
 
         Few of them, or many, or nothing else, at other positions in each row.
         """
-        inputs = self.of([index % self.count for index in range(count)])
+        inputs = self.select([index % self.count for index in range(count)])
         for name, rows in self._rows.items():
             if rows.dtype.kind == "f" and inputs[name].size:
-                bits = _bits(inputs[name].dtype, specials)
+                bits = _special_bits(inputs[name].dtype, specials)
                 flat = inputs[name].reshape(count, -1).view(bits.dtype)
                 used = 0
                 for turn, row in enumerate(range(0, count, 2)):
-                    step = min(_STEPS[turn % len(_STEPS)], flat.shape[1])
+                    step = min(_SPECIAL_STEPS[turn % len(_SPECIAL_STEPS)], flat.shape[1])
                     place = flat[row, turn % step :: step]
                     place[:] = np.resize(np.roll(bits, -used), place.shape)
                     used += len(place)
         return inputs
 
-    def of(self, indices: Sequence[int]) -> Arrays:
+    def select(self, indices: Sequence[int]) -> Arrays:
         """Return inputs of these rows, in this order."""
-        return self.chosen({**self._whole, **self._rows}, indices)
+        return self.select_from({**self._constant_inputs, **self._rows}, indices)
 
-    def chosen(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
+    def select_from(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
         """Return these rows of inputs, in this order."""
         return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
 
 
-def special_rows(inputs: Arrays, names: Sequence[str], specials: Sequence[Special]) -> Any:
+def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[Special]) -> Any:
     """Return for each row whether one of the inputs with these names has a special value in it, as an array of bool."""
     found: Any = np.zeros(len(inputs[names[0]]), bool)
     for name in names:
         array = inputs[name]
         if array.dtype.kind == "f" and array.size:
-            layout = _layout(array.dtype)
+            layout = _float_layout(array.dtype)
             bits = np.ascontiguousarray(array).reshape(len(array), -1).view(layout.dtype)
             for special in specials:
                 found |= _IS_SPECIAL[special](bits, layout).any(axis=1)
@@ -192,13 +192,13 @@ class _Layout(NamedTuple):
     dtype: Any
     sign: Any
     infinity: Any
-    least: Any
+    min_normal: Any
 
 
-def _layout(dtype: Any) -> _Layout:
+def _float_layout(dtype: Any) -> _Layout:
     unsigned = np.dtype(f"u{dtype.itemsize}")
-    sign, least = 1 << (8 * dtype.itemsize - 1), 1 << _MANTISSA_BITS[dtype.itemsize]
-    return _Layout(unsigned, *map(unsigned.type, (sign, sign - least, least)))
+    sign, min_normal = 1 << (8 * dtype.itemsize - 1), 1 << _MANTISSA_BITS[dtype.itemsize]
+    return _Layout(unsigned, *map(unsigned.type, (sign, sign - min_normal, min_normal)))
 
 
 # By the size of a float in bytes.
@@ -208,14 +208,14 @@ _MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 _IS_SPECIAL: Mapping[Special, Callable[[Any, _Layout], Any]] = {
     Special.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
     Special.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
-    Special.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.least - 1,
+    Special.SUBNORMAL: lambda bits, layout: ((bits & ~layout.sign) - layout.dtype.type(1)) < layout.min_normal - 1,
     Special.NEGATIVE_ZERO: lambda bits, layout: bits == layout.sign,
 }
 
 
-def _bits(dtype: Any, specials: Sequence[Special]) -> Any:
+def _special_bits(dtype: Any, specials: Sequence[Special]) -> Any:
     """Return the bits of special values of a datatype, as unsigned integers."""
-    layout = _layout(dtype)
+    layout = _float_layout(dtype)
     sign, infinity, least = map(int, layout[1:])
     quiet = infinity | least >> 1
     values = {
@@ -238,14 +238,14 @@ def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int,
     )
 
 
-def _row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: Kind, index: int) -> Any:
+def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: Kind, index: int) -> Any:
     """Return one row of an input."""
-    values = made(tensor, dims, 1 + index)
+    values = generate_values(tensor, dims, 1 + index)
     if sample is None:
         if kind is not Kind.INDICES or values.dtype.kind != "f":
             return values
-        count = min(values.size, _MAX_DRAWN)
-        return np.resize(_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size).reshape(dims)
+        count = min(values.size, _MAX_RANDOM_VALUES)
+        return np.resize(_random_indices(_generator(tensor, 1 + index), count).astype(values.dtype), values.size).reshape(dims)
     row = sample[index % len(sample)]
     if kind is Kind.SCALED:
         return (row * (1 + values / 2)).astype(row.dtype) if row.dtype.kind == "f" else row
@@ -259,6 +259,6 @@ def _generator(tensor: TensorSignature, *numbers: int) -> Any:
     return np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
 
 
-def _indices(random: Any, count: int) -> Any:
+def _random_indices(random: Any, count: int) -> Any:
     """0 and 1 are indices that every embedding has."""
     return random.randint(0, 2, count)

@@ -22,7 +22,7 @@ from weightd.protocol.messages.children import (
     Built,
     ChildMessage,
     Hello,
-    OrderMessage,
+    ChildOrder,
     Pong,
     Predict,
     Probing,
@@ -30,12 +30,12 @@ from weightd.protocol.messages.children import (
     Traits,
 )
 from weightd.protocol.messages.data import ResponseDescription, TensorSignature
-from weightd.protocol.messages.findings import Case, DeviceMemory
+from weightd.protocol.messages.findings import SelfTestCase, DeviceMemory
 
 M = TypeVar("M", bound=ChildMessage)
 
 MIB = 1024 * 1024
-TRIED: Case = {"x": (1, 4)}
+TRIED: SelfTestCase = {"x": (1, 4)}
 X = TensorSignature("x", "FP32", (-1, 2))
 BUILT = Built("90", (X,), (X,), (TRIED,), "c", 100 * MIB, "", DeviceMemory(1000 * MIB, 500 * MIB))
 ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
@@ -52,7 +52,7 @@ class Scripted(Children):
     def __init__(self, deaths: Sequence[ChildError] = (), **answers: Any) -> None:
         self._deaths = list(deaths)
         self.happened: list[str] = []
-        self.orders: list[tuple[str, OrderMessage]] = []
+        self.orders: list[tuple[str, ChildOrder]] = []
         self._answers: dict[str, Any] = {
             "Built": BUILT,
             "Attached": ATTACHED,
@@ -66,7 +66,7 @@ class Scripted(Children):
     def start(self, name: str) -> None:
         self.happened.append(f"start {name}")
 
-    def order(self, name: str, order: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def order(self, name: str, order: ChildOrder, frames: Sequence[Any] = ()) -> None:
         self.happened.append(f"{type(order).__name__} {name}")
         self.orders.append((name, order))
 
@@ -169,7 +169,7 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
 
 def test_an_input_is_made_without_numpy() -> None:
     others = (("h", "FP16", (2,)), ("d", "FP64", ()), ("i", "INT64", (3,)), ("b", "BOOL", (5,)), ("u", "INT8", None))
-    cases: tuple[Case, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
+    cases: tuple[SelfTestCase, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
     specs, frames = trial.make_inputs(
         replace(BUILT, inputs=(X, *(TensorSignature(*each) for each in others)), canary_cases=cases)
     )

@@ -18,7 +18,7 @@ from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.scheduler import AT_ONCE
 from weightd.protocol.errors import RequestError
-from weightd.protocol.messages.children import Failed, OrderMessage, Ping, Predict, Result
+from weightd.protocol.messages.children import Failed, ChildOrder, Ping, Predict, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
@@ -36,7 +36,7 @@ class Bench:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, canary_interval=1.0)
         self.desk = Desk("m", config, self, self.order, lambda _: None)
         self.answers: dict[int, str] = {}
-        self.orders: list[tuple[str, OrderMessage]] = []
+        self.orders: list[tuple[str, ChildOrder]] = []
         self.now = 0.0
         self.groups = itertools.count(1)
         self.terms = terms or RowTerms()
@@ -61,7 +61,7 @@ class Bench:
     def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         pass
 
-    def order(self, process: str, order: OrderMessage, frames: Sequence[Any], _: object) -> None:
+    def order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         self.orders.append((process, order))
 
     def ask(self, number: int = 1, content: bytes = b"content", deadline: float = 1e9) -> Request:

@@ -10,7 +10,7 @@ from typing import Callable, List, Optional, Sequence
 from weightd.protocol.codec import clip
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Build
-from weightd.protocol.messages.findings import Case, Cases, Rows
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases, Rows
 from weightd.shared.rowtest import comparison
 from weightd.shared.rowtest.bits import NotTogether
 from weightd.shared.rowtest.comparison import Subject
@@ -26,7 +26,7 @@ def find(
     order: Build,
     known: Canary,
     rebuild: Callable[[], None],
-    tell: Callable[[Cases], None],
+    tell: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
 ) -> Optional[Rows]:
     """Return what is found of the rows of the model that `engine` has built; None where that is not asked for.
@@ -46,7 +46,7 @@ def find(
     if order.rows == 1:
         return None
     try:
-        inputs = comparison.with_rows(engine.signature.inputs, order.sizes)
+        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.sizes)
         if not known.cases:
             raise NotTogether(f"there is no canary, by which rows are looked at: {known.note}")
     except NotTogether as error:
@@ -54,20 +54,20 @@ def find(
     tries = _Tries(engine, order, inputs, known.cases, rebuild, tell)
     subject = _subject(engine, known.cases[0], order.rows, order.sizes, sample)
     is_exact = order.exact and known.digest != ""
-    found = comparison.compare(subject, exact=is_exact, before=tries.begin, refused=tries.refused)
+    found = comparison.compare(subject, exact=is_exact, before_run=tries.begin, on_refused=tries.refused)
     tries.end()
     note = found.note
     if not note and not is_exact:
         note = known.note if order.exact else "it was not tested whether answers are the same: they need not be"
     # What fails in a way that spoils the model is not risked with the requests of clients.
-    outputs = () if isinstance(found.refusal, Spoilt) else found.outputs
-    special = tuple([each.value for each in found.special])
-    return Rows(inputs, outputs, not note, clip(note), "", found.compared, found.kind.value, special)
+    outputs = () if isinstance(found.batch_error, Spoilt) else found.outputs
+    special = tuple([each.value for each in found.unequal_specials])
+    return Rows(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special)
 
 
 def digest_of(
     engine: Engine,
-    cases: Cases,
+    cases: SelfTestCases,
     rows: int,
     sizes: Sequence[int] = (),
     sample: Optional[Arrays] = None,
@@ -87,10 +87,10 @@ def digest_of(
         RequestError: the model does not run on them.
     """
     subject = _subject(engine, cases[0], rows, sizes, sample)
-    return canary.of(({},), [comparison.answer_to_many(subject, Kind(values))]).digest
+    return canary.of(({},), [comparison.predict_many_rows(subject, Kind(values))]).digest
 
 
-def _subject(engine: Engine, case: Case, rows: int, sizes: Sequence[int], sample: Optional[Arrays]) -> Subject:
+def _subject(engine: Engine, case: SelfTestCase, rows: int, sizes: Sequence[int], sample: Optional[Arrays]) -> Subject:
     return Subject(engine.predict, engine.signature.inputs, case, rows, sizes, sample, (InvalidArgument, Spoilt))
 
 
@@ -102,9 +102,9 @@ class _Tries:
         engine: Engine,
         order: Build,
         inputs: Sequence[str],
-        cases: Cases,
+        cases: SelfTestCases,
         rebuild: Callable[[], None],
-        tell: Callable[[Cases], None],
+        tell: Callable[[SelfTestCases], None],
     ) -> None:
         self._engine = engine
         self._inputs = inputs
@@ -123,7 +123,7 @@ class _Tries:
         if count in self._told:
             return
         self._told.append(count)
-        case: Case = {
+        case: SelfTestCase = {
             name: (count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
         }
         if case in self._unfit:

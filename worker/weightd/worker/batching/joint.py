@@ -10,7 +10,7 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 from weightd.protocol.tensors import describe_response, from_frame
-from weightd.shared.rowtest.bits import of_rows
+from weightd.shared.rowtest.bits import check_rows
 from weightd.worker.engines.engine import Arrays
 
 
@@ -98,7 +98,7 @@ class Joint:
         Raises:
             NotTogether: an output has not as many rows as the inputs.
         """
-        of_rows(arrays, self.total)
+        check_rows(arrays, self.total)
         positions = {name: position for position, name in enumerate(arrays)}
         shares: List[Share] = []
         begin = 0

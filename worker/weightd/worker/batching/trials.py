@@ -10,10 +10,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
-from weightd.protocol.messages.findings import Case
+from weightd.protocol.messages.findings import SelfTestCase
 from weightd.shared.rowtest import bits
 from weightd.shared.rowtest.bits import NotTogether
-from weightd.shared.rowtest.rows import MOST
+from weightd.shared.rowtest.rows import MAX_TEST_ROWS
 from weightd.worker.batching.joint import Joint
 from weightd.worker.engines.engine import Arrays, Engine
 
@@ -57,7 +57,7 @@ class Trials:
     """
 
     def __init__(
-        self, engine: Engine, rows: int, sizes: Sequence[int] = (), case: Optional[Case] = None, compared: int = 0
+        self, engine: Engine, rows: int, sizes: Sequence[int] = (), case: Optional[SelfTestCase] = None, compared: int = 0
     ) -> None:
         self._engine = engine
         self._sizes = sizes
@@ -68,7 +68,7 @@ class Trials:
         self._case = frozenset((name, tuple(shape[1:])) for name, shape in case.items()) if case else None
         self._most_compared = compared
         if case:
-            self._compared[self._case] = MOST
+            self._compared[self._case] = MAX_TEST_ROWS
         self._left = _SELDOM
         self._kept: Optional[_Kept] = None
 
@@ -103,11 +103,11 @@ class Trials:
             return
         dims = _dims(joint)
         compared = self._compared.get(dims, 0)
-        if joint.specs not in self._forms or compared < MOST:
+        if joint.specs not in self._forms or compared < MAX_TEST_ROWS:
             self._compare(_Kept(joint, inputs, outputs, parties))
             self._forms.add(joint.specs)
             self._compared[dims] = compared = compared + sum(joint.counts)
-        joint.is_tested = compared >= MOST
+        joint.is_tested = compared >= MAX_TEST_ROWS
 
     def again(self) -> None:
         """Look again at what is due, if anything is.
@@ -136,8 +136,8 @@ class Trials:
                 size = next((size for size in self._sizes if size >= count), count)
                 rows = np.minimum(np.arange(begin, begin + size), end - 1)
                 parts.append({name: array[:count] for name, array in self._run(inputs, rows).items()})
-        alone, together = bits.joined(parts), {name: array[:used] for name, array in job.outputs.items()}
-        found = bits.difference(together, alone)
+        alone, together = bits.concatenate(parts), {name: array[:used] for name, array in job.outputs.items()}
+        found = bits.describe_difference(together, alone)
         if found:
             raise RowsDiffer(found, self._whose(job, together, alone))
 
@@ -152,7 +152,7 @@ class Trials:
         if not job.parties or forms[0] != forms[1]:
             return ()
         party_of_row = np.repeat(job.parties, job.joint.counts)
-        differ = bits.rows_that_differ(together, alone)
+        differ = bits.differing_rows(together, alone)
         found = sorted({int(each) for each in party_of_row[differ]})
         for party in found:
             own = np.flatnonzero(party_of_row == party)
@@ -160,12 +160,12 @@ class Trials:
             rows[own] = own
             answer = self._run(job.inputs, rows)
             pairs = ({name: array[own] for name, array in each.items()} for each in (answer, alone))
-            if not bits.difference(*pairs):
+            if not bits.describe_difference(*pairs):
                 return ()
         return found
 
     def _run(self, inputs: Arrays, rows: Any) -> Arrays:
-        return bits.of_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
+        return bits.check_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
 
 
 def _dims(joint: Joint) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Case, Cases
-from weightd.shared.rowtest.rows import made
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
+from weightd.shared.rowtest.rows import generate_values
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 
 
@@ -24,14 +24,14 @@ class Canary(NamedTuple):
     or not needed. `note` says why, to an operator.
     """
 
-    cases: Cases
+    cases: SelfTestCases
     digest: str
     shapes: Sequence[Dict[str, Tuple[int, ...]]] = ()
     answers: Sequence[Arrays] = ()
     note: str = ""
 
 
-def run(engine: Engine, cases: Cases, sample: Optional[Arrays] = None) -> Canary:
+def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Canary:
     """Return the canary with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
 
     Raises:
@@ -41,14 +41,14 @@ def run(engine: Engine, cases: Cases, sample: Optional[Arrays] = None) -> Canary
     return of(cases, [engine.predict(sample or inputs(engine.signature, case)) for case in cases])
 
 
-def run_twice(engine: Engine, cases: Cases, sample: Optional[Arrays] = None) -> Tuple[Canary, Canary]:
+def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[Canary, Canary]:
     """Return two runs, each case of the second one right after that of the first; errors as in `run`."""
     asked = [sample or inputs(engine.signature, case) for case in cases]
     pairs = [(engine.predict(each), engine.predict(each)) for each in asked]
     return of(cases, [one for one, _ in pairs]), of(cases, [other for _, other in pairs])
 
 
-def of(cases: Cases, answers: Sequence[Arrays]) -> Canary:
+def of(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
     """Return the canary with these answers."""
     state = hashlib.sha256()
     for outputs in answers:
@@ -98,9 +98,9 @@ def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[i
     return TensorSignature(output.name, output.datatype, dims)
 
 
-def inputs(signature: ModelSignature, case: Case) -> Arrays:
+def inputs(signature: ModelSignature, case: SelfTestCase) -> Arrays:
     """Return the inputs of one case."""
-    return {each.name: made(each, case[each.name]) for each in signature.inputs}
+    return {each.name: generate_values(each, case[each.name]) for each in signature.inputs}
 
 
 def apart(one: Arrays, other: Arrays) -> float:

@@ -126,7 +126,7 @@ class Proof:
             if array.dtype.str != NUMPY_DTYPE[expected.datatype]:
                 return f"output {name} is {array.dtype}, expected {expected.datatype}"
             if not _fits(expected, array.shape):
-                return f"output {name} has shape {list(array.shape)}, expected {expected.form}"
+                return f"output {name} has shape {list(array.shape)}, expected {expected.shape_text}"
             if batch is not None and name in self._follow_batch and array.shape[0] != batch:
                 return f"output {name} has shape {list(array.shape)} for a batch of {batch}"
         return ""

@@ -12,7 +12,7 @@ import numpy as np
 
 from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Cases
+from weightd.protocol.messages.findings import SelfTestCases
 from weightd.protocol.schema import label
 from weightd.protocol.tensors import NUMPY_DTYPE
 from weightd.worker.canary import canary
@@ -96,14 +96,14 @@ def save_answers(path: str, answers: Sequence[Arrays]) -> None:
         raise BuildError(f"{path}: {error.strerror or error}") from None
 
 
-def load_answers(path: str, cases: Cases) -> canary.Canary:
+def load_answers(path: str, cases: SelfTestCases) -> canary.Canary:
     """Return the canary with the answers that the holder has written.
 
     Raises:
         BuildError: there are none.
     """
     answers: List[Dict[str, Any]] = [{} for _ in cases]
-    for key, array in _read(path, limits.MAX_TENSORS * limits.MAX_CANARY_CASES).items():
+    for key, array in _read(path, limits.MAX_TENSORS * limits.MAX_SELFTEST_CASES).items():
         case, _, name = key.partition(" ")
         if not case.isdigit() or int(case) >= len(cases):
             raise BuildError(f"{path}: expected answers to {len(cases)} inputs, got {key!r}")

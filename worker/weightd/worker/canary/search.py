@@ -17,7 +17,7 @@ from weightd.protocol.datatypes import ITEM_BYTES
 from weightd.protocol.errors import InvalidArgument, RequestError
 from weightd.protocol.messages.children import Build
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.worker.canary import canary
 from weightd.worker.canary.canary import Canary
 from weightd.worker.engines.engine import Arrays, Engine, Gears, ModelSignature
@@ -28,7 +28,7 @@ Shape = Tuple[int, ...]
 Runs = Tuple[Canary, Canary]
 """Two runs on the same cases."""
 
-Tell = Callable[[Cases, Cases], None]
+Tell = Callable[[SelfTestCases, SelfTestCases], None]
 """Tells the daemon what is tried next, and what has been in vain."""
 
 # What free dimensions are set to, the batch included; also where a card has gears and nobody knows which.
@@ -90,10 +90,10 @@ def find(
     return _judged(*runs, tolerance)
 
 
-def candidates(signature: ModelSignature, gears: Gears = ()) -> Iterator[Case]:
+def candidates(signature: ModelSignature, gears: Gears = ()) -> Iterator[SelfTestCase]:
     """Yield the cases that are worth trying, the most promising first; of a model that has gears, those alone."""
     if gears:
-        yield from (_geared(signature, iter(gear)) for gear in gears[: limits.MAX_CANARY_UNFIT])
+        yield from (_geared(signature, iter(gear)) for gear in gears[: limits.MAX_SELFTEST_UNFIT_CASES])
     elif any(each.shape is None for each in signature.inputs):
         for rank in _RANKS:
             yield from _of_one_rank(_ranked(signature, rank))
@@ -101,10 +101,10 @@ def candidates(signature: ModelSignature, gears: Gears = ()) -> Iterator[Case]:
         yield from _of_one_rank(signature)
 
 
-def _of_one_rank(signature: ModelSignature) -> Iterator[Case]:
+def _of_one_rank(signature: ModelSignature) -> Iterator[SelfTestCase]:
     shapes = [each.shape or () for each in signature.inputs]
     has_images = any(len(shape) >= 4 and min(shape[1:]) < 0 for shape in shapes)
-    seen: List[Case] = []
+    seen: List[SelfTestCase] = []
     for size in _IMAGE_SIZES if has_images else _SIZES:
         case = {each.name: _shape(each, 1 if has_images else size, size) for each in signature.inputs}
         # A model that takes no less has to; what no request can carry it never gets.
@@ -114,21 +114,21 @@ def _of_one_rank(signature: ModelSignature) -> Iterator[Case]:
             yield case
 
 
-def larger(signature: ModelSignature, case: Case) -> Optional[Case]:
+def larger(signature: ModelSignature, case: SelfTestCase) -> Optional[SelfTestCase]:
     """Return the case with every free dimension twice as large, if there is one and it is not too large."""
     free = {each.name: each.shape for each in signature.inputs}
     double = {name: _doubled(free[name], shape) for name, shape in case.items()}
     return double if double != case and _nbytes(signature, double) <= _MAX_BYTES else None
 
 
-def described(cases: Cases) -> str:
+def described(cases: SelfTestCases) -> str:
     """Return the cases for people."""
     return " and ".join(", ".join(f"{name} {list(shape)}" for name, shape in each.items()) for each in cases)
 
 
 class _Search:
     def __init__(self, engine: Engine, order: Build, rebuild: Callable[[], None], tell: Tell) -> None:
-        self.unfit: List[Case] = list(order.unfit)
+        self.unfit: List[SelfTestCase] = list(order.unfit)
         self._engine = engine
         self._known = order.canary_cases
         self._rebuild = rebuild
@@ -144,7 +144,7 @@ class _Search:
         self._tell((), tuple(self.unfit))
         return found
 
-    def _starts(self) -> Iterator[Cases]:
+    def _starts(self) -> Iterator[SelfTestCases]:
         if self._known:
             yield self._known
         for case in candidates(self._engine.signature, self._engine.gears):
@@ -160,7 +160,7 @@ class _Search:
         second = self._try((case,), more=False)
         return found if second is None else (_joined(found[0], second[0]), _joined(found[1], second[1]))
 
-    def _try(self, cases: Cases, *, more: bool) -> Optional[Runs]:
+    def _try(self, cases: SelfTestCases, *, more: bool) -> Optional[Runs]:
         """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""
         self._tell(cases, tuple(self.unfit))
         try:
@@ -178,8 +178,8 @@ class _Search:
                 self._rebuild()
         return None
 
-    def _give_up(self, cases: Cases) -> None:
-        room = limits.MAX_CANARY_UNFIT - len(self.unfit)
+    def _give_up(self, cases: SelfTestCases) -> None:
+        room = limits.MAX_SELFTEST_UNFIT_CASES - len(self.unfit)
         self.unfit += cases[:room]
 
 
@@ -187,7 +187,7 @@ def _joined(one: Canary, other: Canary) -> Canary:
     return canary.of((*one.cases, *other.cases), (*one.answers, *other.answers))
 
 
-def _required(engine: Engine, cases: Cases, tell: Tell, sample: Optional[Arrays]) -> Runs:
+def _required(engine: Engine, cases: SelfTestCases, tell: Tell, sample: Optional[Arrays]) -> Runs:
     """Run what was configured, twice."""
     for case in cases:
         _check(engine.signature, case)
@@ -200,7 +200,7 @@ def _required(engine: Engine, cases: Cases, tell: Tell, sample: Optional[Arrays]
     return runs
 
 
-def _check(signature: ModelSignature, case: Case) -> None:
+def _check(signature: ModelSignature, case: SelfTestCase) -> None:
     names = [each.name for each in signature.inputs]
     if sorted(case) != sorted(names):
         raise BuildError(f"canary: expected inputs {', '.join(names)}, got {', '.join(case)}")
@@ -240,7 +240,7 @@ def _doubled(known: Optional[Shape], shape: Shape) -> Shape:
     return tuple(2 * dim if known is None or known[axis] < 0 else dim for axis, dim in enumerate(shape))
 
 
-def _geared(signature: ModelSignature, sizes: Iterator[int]) -> Case:
+def _geared(signature: ModelSignature, sizes: Iterator[int]) -> SelfTestCase:
     return {each.name: tuple(next(sizes) if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}
 
 
@@ -253,7 +253,7 @@ def _ranked(signature: ModelSignature, rank: int) -> ModelSignature:
     )
 
 
-def _nbytes(signature: ModelSignature, case: Case) -> int:
+def _nbytes(signature: ModelSignature, case: SelfTestCase) -> int:
     total = 0
     for each in signature.inputs:
         size = ITEM_BYTES[each.datatype]

@@ -6,15 +6,15 @@ from typing import List, Optional, Tuple
 
 import numpy as np
 
-from weightd.protocol.messages.findings import Case, Cases
+from weightd.protocol.messages.findings import SelfTestCase, SelfTestCases
 from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError
 
 
-def largest(signature: ModelSignature, cases: Cases, rows: int) -> Case:
+def largest(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
     """Return the case that covers all of `cases`, with `rows` in each input that has rows; {} without cases."""
-    case: Case = {}
+    case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
         shapes = [known[each.name] for known in cases]
         dims: List[int] = [max(sizes) for sizes in zip(*shapes)]
@@ -24,7 +24,7 @@ def largest(signature: ModelSignature, cases: Cases, rows: int) -> Case:
     return case
 
 
-def between(small: Case, large: Case) -> Case:
+def between(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
     """Return the case half way between these two.
 
     Kernels are chosen by what divides a size: 64 and 128 may have the same one, and 96 another.
@@ -32,7 +32,7 @@ def between(small: Case, large: Case) -> Case:
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
 
 
-def halved(signature: ModelSignature, case: Case) -> Case:
+def halved(signature: ModelSignature, case: SelfTestCase) -> SelfTestCase:
     """Return the case whose free dimensions are half as large."""
     known = {each.name: each.shape for each in signature.inputs}
     return {name: _halved(known[name], shape) for name, shape in case.items()}
@@ -42,14 +42,14 @@ def _halved(known: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) -> Tuple[i
     return tuple((dim + 1) // 2 if known is None or known[axis] < 0 else dim for axis, dim in enumerate(shape))
 
 
-def inputs(signature: ModelSignature, case: Case, sample: Optional[Arrays]) -> Arrays:
+def inputs(signature: ModelSignature, case: SelfTestCase, sample: Optional[Arrays]) -> Arrays:
     """Return inputs of these shapes: the values of the sample, repeated, or made up."""
     if sample is None:
         return canary.inputs(signature, case)
     return {name: np.resize(sample[name], shape) for name, shape in case.items()}
 
 
-def check_bound(signature: ModelSignature, bound: Case) -> None:
+def check_bound(signature: ModelSignature, bound: SelfTestCase) -> None:
     """Check that the option `max_shape` is one for this model.
 
     Raises:

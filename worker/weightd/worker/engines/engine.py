@@ -7,7 +7,7 @@ import types
 from typing import Any, ClassVar, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from weightd.protocol.messages.data import TensorSignature
-from weightd.protocol.messages.findings import Case, DeviceMemory
+from weightd.protocol.messages.findings import SelfTestCase, DeviceMemory
 from weightd.shared.devices import card_of, is_cpu
 from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.sharing import Sharing
@@ -84,7 +84,7 @@ class Engine(abc.ABC):
         raise NotImplementedError
 
     @property
-    def max_shape(self) -> Optional[Case]:
+    def max_shape(self) -> Optional[SelfTestCase]:
         """The largest shape of each input that the configuration allows, None where it sets none."""
         return None
 

@@ -153,13 +153,13 @@ def signature(path: str) -> ModelSignature:
         raise BuildError(f"{path}: expected a MindIR; this is something else, or only a part of one") from None
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from None
-    if not found.exported:
+    if not found.is_mindspore_export:
         raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
     return ModelSignature(tuple(_checked(path, "input", found.inputs)), tuple(_checked(path, "output", found.outputs)))
 
 
 def _checked(path: str, what: str, tensors: Sequence[mindir.Tensor]) -> List[TensorSignature]:
-    for problem in mindir.problems(what, tensors):
+    for problem in mindir.find_problems(what, tensors):
         raise BuildError(f"{path}: {problem}")
     return [TensorSignature(*each) for each in tensors]
 

@@ -35,7 +35,7 @@ class Beginning:
     """
 
     def __init__(self) -> None:
-        self.score = oom.inherited()
+        self.score = oom.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
         # None: it is not Python's, or no signal.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}

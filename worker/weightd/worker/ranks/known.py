@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from weightd.protocol.codec import clip
-from weightd.protocol.messages.findings import Case, Rows
-from weightd.shared.rowtest.bits import NotTogether, of_rows
+from weightd.protocol.messages.findings import SelfTestCase, Rows
+from weightd.shared.rowtest.bits import NotTogether, check_rows
 from weightd.shared.rowtest.rows import has_rows
 from weightd.worker.canary import canary, sample
 from weightd.worker.engines.engine import Arrays, ModelSignature
@@ -54,7 +54,7 @@ class Known:
         self._right = {} if share is None else {name: _cut(path, name, each, share) for name, each in right.items()}
 
     @property
-    def case(self) -> Case:
+    def case(self) -> SelfTestCase:
         """The shapes of the inputs."""
         return {name: tuple(array.shape) for name, array in self.inputs.items()}
 
@@ -113,7 +113,7 @@ class Known:
         if why:
             return Rows(names, (), equal=False, note=clip(why))
         try:
-            outputs = tuple(of_rows(answer, len(asked[names[0]])))
+            outputs = tuple(check_rows(answer, len(asked[names[0]])))
         except NotTogether as error:
             return Rows(names, (), equal=False, note=clip(str(error)))
         return Rows(names, outputs, equal=False, note=_NOT_TESTED)

@@ -7,9 +7,9 @@ import os
 from typing import Any, Mapping, NamedTuple, Union
 
 from weightd.protocol.errors import RemoteProtocolError
-from weightd.protocol.messages.children import Back, Hello, OrderMessage, Ping, Pong, Settle, Skip
+from weightd.protocol.messages.children import Back, Hello, ChildOrder, Ping, Pong, Settle, Skip
 from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
-from weightd.shared.cores import parse
+from weightd.shared.cores import parse_cpulist
 from weightd.shared.meeting import Meeting
 from weightd.worker import exits
 from weightd.worker.affinity import keep_to
@@ -58,7 +58,7 @@ class RankSession(Life):
         self._engine = engine
         self._meeting = meeting
         self._given = given
-        self._lockstep = Lockstep(engine, self._answer, self._out_of_step, replies=meeting.tells)
+        self._lockstep = Lockstep(engine, self._answer, self._out_of_step, replies=meeting.has_outputs)
         self._predictor = self._lockstep
         self._signature = given.says
         self._has_entered = False
@@ -80,7 +80,7 @@ class RankSession(Life):
             slice=Slice(self._meeting.rank, inputs, outputs),
         )
 
-    def _do(self, order: OrderMessage) -> None:
+    def _do(self, order: ChildOrder) -> None:
         if isinstance(order, Enter):
             self._enter()
         elif isinstance(order, Warm):
@@ -102,7 +102,7 @@ class RankSession(Life):
         """Run what all ranks run now: that hangs on the order and on the canary's file, and on no answer."""
         meeting, given = self._meeting, self._given
         share = None
-        if meeting.tells:
+        if meeting.has_outputs:
             share = Share() if meeting.reply is not None else Share(meeting.rank, meeting.size)
         known = Known(given.canary, self._signature, share, given.tolerance)
         answer = self._engine.predict(known.inputs)
@@ -120,7 +120,7 @@ class RankSession(Life):
         if meeting.cores:
             # All threads are there by now. A core that is gone since costs time, and nothing else.
             with contextlib.suppress(OSError):
-                keep_to(parse(meeting.cores))
+                keep_to(parse_cpulist(meeting.cores))
         self._send(Warmed(digest, (known.case,), rows, self._engine.memory()))
 
     def _back(self) -> Back:

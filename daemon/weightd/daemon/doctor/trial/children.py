@@ -35,7 +35,7 @@ from weightd.protocol.messages.children import (
     Broken,
     ChildMessage,
     Failed,
-    OrderMessage,
+    ChildOrder,
     Probe,
     Probing,
 )
@@ -152,7 +152,7 @@ class Children:
             cause = with_limit_hint(f"cannot start {self._program.python}: {error.strerror}")
             raise Died(f"{name}: {cause}") from None
 
-    def send_order(self, name: str, message: OrderMessage, frames: Sequence[Any] = ()) -> None:
+    def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
         """Send an order; a child that cannot be reached is dying, and `hear` will tell."""
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 

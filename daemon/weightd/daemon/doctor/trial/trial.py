@@ -33,7 +33,7 @@ from weightd.protocol.messages.children import (
     Result,
 )
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
-from weightd.protocol.messages.findings import Case
+from weightd.protocol.messages.findings import SelfTestCase
 
 T = TypeVar("T")
 
@@ -222,7 +222,7 @@ def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
     return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]
 
 
-def _tensor_spec(tensor: TensorSignature, case: Case) -> TensorSpec:
+def _tensor_spec(tensor: TensorSignature, case: SelfTestCase) -> TensorSpec:
     shape = case.get(tensor.name, tuple(1 if dim < 0 else dim for dim in tensor.shape or ()))
     return TensorSpec(tensor.name, tensor.datatype, shape)
 

@@ -37,7 +37,7 @@ class Where(NamedTuple):
 
     terms: RowTerms
     expected: Callable[[Kind, int], float]
-    most: int = limits.MAX_PARTS
+    most: int = limits.MAX_BATCH_ITEMS
     longest: float = math.inf
 
 

@@ -116,7 +116,7 @@ class CardSharing(Sharing):
         """An estimate: the library rounds the size of the weights so, and the file holds little else."""
         size = 0
         with contextlib.suppress(ModelFileError, OSError):
-            size = sum(file.nbytes for file in model_files(Path(self._path), own=True))
+            size = sum(file.nbytes for file in model_files(Path(self._path), is_own_copy=True))
         return (size // _GRANULE + 1) * _GRANULE
 
 

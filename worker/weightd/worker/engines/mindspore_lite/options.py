@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Mapping, Optional, Tuple
 
 from weightd.protocol import limits
-from weightd.protocol.schema import FieldError, boolean, decode, integer, many, mapping, one_of, text
-from weightd.shared.regular import CONFIG_BYTES, read_regular
+from weightd.protocol.schema import FieldError, boolean, decode, integer, list_of, mapping, one_of, text
+from weightd.shared.regular import MAX_CONFIG_BYTES, read_regular
 from weightd.worker.engines.errors import BuildError
 
-_MAX_SHAPE = mapping(many(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
+_MAX_SHAPE = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)
 
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
@@ -31,7 +31,7 @@ class Options:
     provider: str = field(default="", metadata=one_of(["", "ge"]))
     precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))
     thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
-    thread_affinity_cores: Tuple[int, ...] = field(default=(), metadata=many(integer(0, 65535), 4096))
+    thread_affinity_cores: Tuple[int, ...] = field(default=(), metadata=list_of(integer(0, 65535), 4096))
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
     max_shape: Optional[Mapping[str, Tuple[int, ...]]] = field(default=None, metadata=_MAX_SHAPE)
@@ -87,7 +87,7 @@ class Options:
 def _check_config(path: str) -> None:
     """The library takes the sharing keys from this file too, and then refuses the build or shares with strangers."""
     try:
-        lines = read_regular(path, CONFIG_BYTES).decode("utf-8", "replace").splitlines()
+        lines = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, ValueError) as error:
         raise BuildError(f"options.config_file: {path}: {_problem(error)}") from None
     for line in lines:
