@@ -21,13 +21,13 @@ WORKERS = 2
 MAX_ROWS = 32
 IN_FLIGHT = 32  # requests of one row
 RIVAL_WAIT_MS = 1  # of mosec, until as many requests are there as it may run together: what it is quickest with
-TRIALS_S = 3.0
+WARM_UP_S = 3.0
 ROUNDS = 9  # of each side, in turn
 SECONDS = 1.0  # of a round
 LONE_REQUESTS = 20  # in a round
 LONE_ROUNDS = 20
 # What the engine gains is held against one worker that always finds as many requests as it may run together.
-TABLE_TRIALS_S = 2.0
+TABLE_WARM_UP_S = 2.0
 TABLE_ROUNDS = 7
 TABLE_IN_FLIGHT = 2 * MAX_ROWS
 TABLE_SECONDS = 0.6
@@ -101,12 +101,12 @@ def run(setup: Setup) -> Batching:
     """Measure everything, always one side and then the other."""
     if setup.engine != "onnxruntime":
         raise UnavailableError("batching is measured on ONNX Runtime, which mosec has too")
-    crowd = _crowd(setup)
+    load = _measure_load(setup)
     lone = _lone(setup)
     table = {name: _table(name, shape) for name, shape in TABLE.items()}
     compared = {
-        "gain": ratio(crowd.rps[_ON], crowd.rps[_OFF]),
-        **({"rival_ratio": ratio(crowd.rps[_ON], crowd.rps[_MOSEC])} if _MOSEC in crowd.rps else {}),
+        "gain": ratio(load.rps[_ON], load.rps[_OFF]),
+        **({"rival_ratio": ratio(load.rps[_ON], load.rps[_MOSEC])} if _MOSEC in load.rps else {}),
         "lone_ratio": ratio(lone[_ON], lone[_OFF]),
         **{f"share, {name}": each.share for name, each in table.items()},
     }
@@ -120,8 +120,8 @@ def run(setup: Setup) -> Batching:
         gain=compared["gain"].median,
         rival_ratio=compared["rival_ratio"].median if "rival_ratio" in compared else None,
         lone_ratio=compared["lone_ratio"].median,
-        rps={who: statistics.median(each) for who, each in crowd.rps.items()},
-        rows_of_job=crowd.rows_of_job,
+        rps={who: statistics.median(each) for who, each in load.rps.items()},
+        rows_of_job=load.rows_per_batch,
         lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in lone.items()},
         engine_gain={name: each.engine for name, each in table.items()},
         service_gain={name: each.service for name, each in table.items()},
@@ -132,14 +132,14 @@ def run(setup: Setup) -> Batching:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Crowd:
+class _LoadFigures:
     """Requests per second, by side and round; and rows of a job."""
 
     rps: Mapping[str, list[float]]
-    rows_of_job: float
+    rows_per_batch: float
 
 
-def _crowd(setup: Setup) -> _Crowd:
+def _measure_load(setup: Setup) -> _LoadFigures:
     path, inputs, reference = _material(MLP, (MLP_WIDTH,))
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(_service(path, setup.workers))
@@ -150,7 +150,7 @@ def _crowd(setup: Setup) -> _Crowd:
             sides[_MOSEC] = flight.mosec(server, inputs, IN_FLIGHT)
         rps: dict[str, list[float]] = {who: [] for who in sides}
         rows: list[float] = []
-        flight.requests_per_second(sides[_ON], TRIALS_S, reference)
+        flight.requests_per_second(sides[_ON], WARM_UP_S, reference)
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
             for who, fly in sides.items():
@@ -159,7 +159,7 @@ def _crowd(setup: Setup) -> _Crowd:
                 if who == _ON:
                     requests, jobs = (now - then for now, then in zip(_served(service), before, strict=True))
                     rows.append(requests / jobs)
-    return _Crowd(rps, statistics.median(rows))
+    return _LoadFigures(rps, statistics.median(rows))
 
 
 def _lone(setup: Setup) -> Mapping[str, list[float]]:
@@ -197,15 +197,15 @@ class _Gains:
 
 def _table(name: str, shape: tuple[int, ...]) -> _Gains:
     path, inputs, reference = _material(name, shape)
-    together = material.inputs(*shape, count=1, rows=MAX_ROWS)[0]
+    full_batch = material.inputs(*shape, count=1, rows=MAX_ROWS)[0]
     engine: list[float] = []
     service_gains: list[float] = []
     with _service(path, 1) as service, PlainProcess(path) as bare:
         sides = {who: flight.weightd(service.address, who, inputs, TABLE_IN_FLIGHT) for who in (_OFF, _ON)}
-        flight.requests_per_second(sides[_ON], TABLE_TRIALS_S, reference)
+        flight.requests_per_second(sides[_ON], TABLE_WARM_UP_S, reference)
         for number in range(TABLE_ROUNDS):
             progress(f"{name}, round {number + 1} of {TABLE_ROUNDS}")
-            one, many = (_row_seconds(bare, each) for each in (inputs[0], together))
+            one, many = (_row_seconds(bare, each) for each in (inputs[0], full_batch))
             engine.append(one / many)
             off, on = (flight.requests_per_second(fly, TABLE_SECONDS, reference) for fly in sides.values())
             service_gains.append(on / off)

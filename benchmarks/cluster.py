@@ -43,7 +43,7 @@ NODES = 3
 CLIENTS = 8
 ROUNDS, ROUND_S = 11, 3.0
 QUICK_ROUNDS, QUICK_S = 3, 1.0
-ASKED = 5  # times of each worker, before its memory is read
+REQUESTS_PER_WORKER = 5  # times of each worker, before its memory is read
 
 # A replica gives back within a second or two what it does not need for the next request.
 _REST_S = 3.0
@@ -194,21 +194,21 @@ def _memory(several: Nodes, workers: int) -> dict[str, float]:
     from ray import serve
 
     path = material.model(MLP, material.ENGINES[0])
-    (asked,) = material.inputs(MLP_WIDTH, count=1)
-    count = NODES * workers * ASKED
+    (inputs,) = material.inputs(MLP_WIDTH, count=1)
+    count = NODES * workers * REQUESTS_PER_WORKER
     progress(f"{NODES} replicas of {workers} workers")
     several.run(several.application("m", {"model": str(path), "workers": workers}, num_replicas=NODES))
     handle = serve.get_app_handle("m")
-    for each in [handle.infer.remote({"x": asked["x"]}) for _ in range(count)]:
+    for each in [handle.infer.remote({"x": inputs["x"]}) for _ in range(count)]:
         each.result()
     time.sleep(_REST_S)
-    guards = several.guards("m")
-    ours = pss_total([*several.replicas("m"), *families(guards)])
+    supervisors = several.supervisors("m")
+    ours = pss_total([*several.replicas("m"), *families(supervisors)])
     several.delete("m")
     progress(f"{NODES * workers} plain replicas")
     options = {"num_replicas": NODES * workers, "ray_actor_options": {"num_cpus": 1}}
     plain = serve.run(_deployment(_Plain).options(**options).bind(str(path)), name="plain", route_prefix=None)
-    for each in [plain.infer.remote(asked["x"]) for _ in range(count)]:
+    for each in [plain.infer.remote(inputs["x"]) for _ in range(count)]:
         each.result()
     time.sleep(_REST_S)
     theirs = pss_total(several.replicas("plain"))

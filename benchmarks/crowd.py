@@ -14,7 +14,7 @@ from weightd.client import Pending
 C = TypeVar("C", bound="Crowd")
 
 
-class Crowd(abc.ABC):
+class LoadClients(abc.ABC):
     """Keeps `in_flight` requests of each of some clients under way; what becomes of them is a subclass's business.
 
     Args:

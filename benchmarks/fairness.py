@@ -45,7 +45,7 @@ from benchmarks.rounds import seconds_of
 from testkit import loads, models, users
 from testkit.gatewayprocess import GatewayProcess
 from testkit.limited import LimitedService, MemoryGroup, NoControlGroup
-from testkit.loads import OK, WRONG, Asked
+from testkit.loads import OK, WRONG, LoadResult
 from testkit.memory import pss_total
 from testkit.plain import PlainProcess
 from testkit.ports import free_ports
@@ -65,7 +65,7 @@ QUICK_ROUNDS, QUICK_ROUND_S, QUICK_SHARES_S = 3, 0.5, 5.0
 WEIGHTS = (1, 3, 10)
 BACKLOG = 32  # requests in flight of each of two tenants that always wait
 QUEUE = 64  # of the model whose queue A fills
-ASKED = 36  # requests of B meanwhile
+REQUESTS_WHILE_FULL = 36  # requests of B meanwhile
 LARGE_BYTES = 8 * 1024 * 1024
 LONG_ROWS = 1024
 LONG_PREDICT_ROWS = 8000
@@ -74,7 +74,7 @@ CONNECTIONS = 3000
 MANY_USERS = 600
 SHARED_BYTES = 600_000  # of an array that goes through shared memory
 SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
-SPARSE_KEPT = 50
+SPARSE_OPEN_FDS = 50
 ENDINGS = 1000  # requests of A that end at one moment
 MEMORY_LIMIT = 768 * 1024 * 1024
 FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
@@ -272,9 +272,9 @@ class _Stage:
     a: User
     b: User
 
-    def asked(self, question: _Question, seconds: float, least: int = 3) -> Asked:
+    def measure(self, question: _Question, seconds: float, min_count: int = 3) -> LoadResult:
         """Have B ask for so long."""
-        return _checked(self.b.do(loads.ask, question.model, question.inputs, question.answers, seconds, least))
+        return _checked(self.b.do(loads.ask, question.model, question.inputs, question.answers, seconds, min_count))
 
 
 Found = dict[str, Any]
@@ -311,8 +311,8 @@ def _in_flight(key: str, count: int) -> Part:
         # 1,000 in flight are to be that many.
         with _stage(plan, {TRANSFORMER: {"max_queue": 2000}}) as stage:
             a = (loads.keep, TRANSFORMER, question.inputs, count)
-            found, told = _compared(plan, stage, question, a, f"{count} in flight")
-        return {**told, key: found}
+            found, timings = _compared(plan, stage, question, a, f"{count} in flight")
+        return {**timings, key: found}
 
     return part
 
@@ -321,21 +321,21 @@ def _full(plan: _Plan) -> Found:
     question = _question(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
     with _stage(plan, {TRANSFORMER: {"max_queue": QUEUE}}) as stage:
         stage.a.begin(loads.keep, TRANSFORMER, question.inputs, 4 * QUEUE)
-        stage.a.heard()
-        asked = stage.asked(question, 0.0, ASKED)
+        stage.a.wait_for_report()
+        result = stage.measure(question, 0.0, REQUESTS_WHILE_FULL)
         stage.a.end()
-    return {"refused": _failed(asked), "asked": ASKED, "n": ASKED}
+    return {"refused": _failed(result), "asked": REQUESTS_WHILE_FULL, "n": REQUESTS_WHILE_FULL}
 
 
 def _large(plan: _Plan) -> Found:
     question = _question(TINY, plan, TINY_WIDTH)
     inputs = material.inputs(LARGE_BYTES // 4, count=2)
     with _stage(plan, {TINY: {}, LARGEST: {}}) as stage:
-        found, told = _compared(plan, stage, question, (loads.keep, LARGEST, inputs, 8), "large")
-    return {**told, "large_ratio": found}
+        found, timings = _compared(plan, stage, question, (loads.keep, LARGEST, inputs, 8), "large")
+    return {**timings, "large_ratio": found}
 
 
-def _long_jobs(plan: _Plan) -> Found:
+def _long_batches(plan: _Plan) -> Found:
     question = _question(MLP, plan, MLP_WIDTH)
     rows = MAX_ROWS if plan.setup.tenants else LONG_ROWS
     tenants = plan.tenants()
@@ -343,20 +343,20 @@ def _long_jobs(plan: _Plan) -> Found:
         tenants["a"]["max_rows"] = MAX_ROWS
     long, short = (material.inputs(MLP_WIDTH, count=1, rows=each) for each in (LONG_ROWS, MAX_ROWS))
     with _stage(plan, {MLP: {}}, tenants) as stage:
-        alone = stage.asked(question, plan.rounds * plan.round_s / 2)
-        job = statistics.median(stage.b.do(loads.time_of, MLP, short[0], 5))
+        alone = stage.measure(question, plan.rounds * plan.round_s / 2)
+        batch_s = statistics.median(stage.b.do(loads.time_of, MLP, short[0], 5))
         if tenants:
             with contextlib.suppress(RequestError):
                 stage.a.ask("infer", MLP, long[0])
                 raise DifferenceError(f"a request of {LONG_ROWS} rows is taken where max_rows is {MAX_ROWS}")
         stage.a.begin(loads.keep, MLP, short if tenants else long, 4)
-        stage.a.heard()
-        beside = stage.asked(question, plan.rounds * plan.round_s, 10)
+        stage.a.wait_for_report()
+        beside = stage.measure(question, plan.rounds * plan.round_s, 10)
         stage.a.end()
     p99 = percentile(beside.seconds, 99)
-    progress(f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * job:.0f} ms, B's p99 is {1e3 * p99:.0f} ms")
+    progress(f"A has jobs of {rows} rows; one of {MAX_ROWS} takes {1e3 * batch_s:.0f} ms, B's p99 is {1e3 * p99:.0f} ms")
     return {
-        "long_jobs": p99 / (percentile(alone.seconds, 99) + job),
+        "long_jobs": p99 / (percentile(alone.seconds, 99) + batch_s),
         "long_jobs_p99_s": p99,
         "n": len(beside.seconds),
     }
@@ -369,14 +369,14 @@ def _poison(plan: _Plan) -> Found:
     seconds = QUICK_POISON_S if plan.setup.quick else POISON_S
     with _stage(plan, {POISONED: {"path": path, "workers": POISON_WORKERS}}) as stage, _Watch(stage.service) as watch:
         stage.a.begin(loads.poison, POISONED, [{"a": np.array([-(2**63)], np.int64)}], 8)
-        stage.a.heard()
-        asked = stage.asked(question, seconds)
+        stage.a.wait_for_report()
+        result = stage.measure(question, seconds)
         outcomes = stage.a.end().outcomes
-    progress(f"A's poison ended in {outcomes}, B's requests in {asked.outcomes}")
+    progress(f"A's poison ended in {outcomes}, B's requests in {result.outcomes}")
     return {
-        "poison": _failed(asked),
-        "poison_workers_lost": POISON_WORKERS - watch.least,
-        "n": sum(asked.outcomes.values()),
+        "poison": _failed(result),
+        "poison_workers_lost": POISON_WORKERS - watch.min_ready,
+        "n": sum(result.outcomes.values()),
     }
 
 
@@ -397,21 +397,21 @@ def _storms(plan: _Plan) -> Found:
 def _connections(plan: _Plan) -> Found:
     question = _question(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
-        stage.asked(question, 0.1)
+        stage.measure(question, 0.1)
         addresses = [f"{stage.service.address}.unix", stage.service.address]
         stage.b.begin(loads.ask_until_stopped, TINY, question.inputs, question.answers)
-        stage.b.heard()
-        stage.a.begin(loads.crowd, addresses, CONNECTIONS)
-        stage.a.heard()
-        asked = _checked(stage.b.end())
-        bad = _failed(asked)
+        stage.b.wait_for_report()
+        stage.a.begin(loads.hold_connections, addresses, CONNECTIONS)
+        stage.a.wait_for_report()
+        result = _checked(stage.b.end())
+        bad = _failed(result)
         for address in ("unix://", "ipc://"):
             try:
                 stage.b.connect(address + stage.service.address, timeout=5.0)
-                bad += _failed(stage.asked(question, 0.0, 10))
+                bad += _failed(stage.measure(question, 0.0, 10))
             except RequestError:
                 bad += 1
-        progress(f"A has {stage.a.end()}, B {asked.outcomes}")
+        progress(f"A has {stage.a.end()}, B {result.outcomes}")
     return {"connections": bad, "n": CONNECTIONS}
 
 
@@ -429,12 +429,12 @@ def _computing(plan: _Plan) -> Found:
         attacks[f"{COMPUTING}, Unix"] = _attack(plan, stage, tiny, load)
         attacks[f"{COMPUTING}, Unix, a large model"] = _attack(plan, stage, mlp, load)
         for protocol in ("http", "grpc"):
-            asked = _asked_of_gateway(protocol, gateway.port(protocol), tiny)
+            asked = _gateway_question(protocol, gateway.port(protocol), tiny)
             ask = functools.partial(b.do, loads.ask_gateway, asked)
             attacks[f"{COMPUTING}, B over {protocol}"] = _attack_on(plan, stage, ask, load)
         stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
         attacks[f"{COMPUTING}, ZeroMQ"] = _attack(plan, stage, tiny, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _connection_storm(plan: _Plan) -> Found:
@@ -453,7 +453,7 @@ def _connection_storm(plan: _Plan) -> Found:
         attacks["connection storm, ZeroMQ"] = _attack(plan, stage, question, (loads.reconnect, zeromq))
         load = (loads.reconnect, zeromq, loads.ZMTP_GREETING)
         attacks["connection storm with greetings, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 class _FewDescriptors(Service):
@@ -474,7 +474,7 @@ def _many_users(plan: _Plan) -> Found:
             stage.b.connect(f"{scheme}://{stage.service.address}", timeout=60.0)
             load = (loads.connect_as_many_users, [f"{stage.service.address}{suffix}"], MANY_USERS)
             attacks[f"many users, {name}"] = _attack(plan, outside, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _gateway(plan: _Plan) -> Found:
@@ -491,13 +491,13 @@ def _gateway(plan: _Plan) -> Found:
         ports = {protocol: gateway.port(protocol) for protocol in ("http", "grpc")}
         for name, load in _floods(ports).items():
             for protocol, port in ports.items():
-                asked = _asked_of_gateway(protocol, port, question)
+                asked = _gateway_question(protocol, port, question)
                 ask = functools.partial(b.do, loads.ask_gateway, asked)
                 sizes: list[float] = []
                 found = _attack_on(plan, stage, ask, load, at=functools.partial(_look, sizes, gateway.pid))
                 attacks[f"{name}, B over {protocol}"] = found
                 memory[f"{name}, B over {protocol}"] = sizes[0], sizes[1], sizes[2]
-    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _gateway_helper(plan: _Plan) -> Found:
@@ -522,13 +522,13 @@ def _gateway_helper(plan: _Plan) -> Found:
         }
         for count in (1_000_000, 10_000):
             loads_of_a[f"JSON of {count:,} values"] = (loads.pour, ports["http"], b"", _json_post(count))
-        ask = functools.partial(b.do, loads.ask_gateway, _asked_of_gateway("json", ports["http"], question))
+        ask = functools.partial(b.do, loads.ask_gateway, _gateway_question("json", ports["http"], question))
         for name, load in loads_of_a.items():
             sizes: list[float] = []
             look = functools.partial(_look, sizes, gateway.pid)
             attacks[f"{name}, B over JSON"] = _attack_on(plan, dataclasses.replace(stage, a=a), ask, load, at=look)
             memory[f"{name}, B over JSON"] = sizes[0], sizes[1], sizes[2]
-    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "gateway_mib": memory, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _expensive_messages() -> Mapping[str, bytes]:
@@ -577,7 +577,7 @@ def _json_post(count: int) -> bytes:
     return "\r\n".join((*lines, "\r\n")).encode() + body
 
 
-def _asked_of_gateway(protocol: str, port: int, question: _Question) -> loads.GatewayQuestion:
+def _gateway_question(protocol: str, port: int, question: _Question) -> loads.GatewayQuestion:
     """Return a question to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
     bearer = {"authorization": "Bearer b"}
     requests: list[bytes] = []
@@ -615,7 +615,7 @@ def _descriptors(plan: _Plan) -> Found:
     question = _question(LARGEST, plan, SHARED_BYTES // 4)
     with _stage(plan, {LARGEST: {}}) as stage:
         attack = _attack(plan, stage, question, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
-    return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.asked}
+    return {"attacks": {"descriptors that cannot be closed": attack}, "n": attack.request_count}
 
 
 def _kernel_buffers(plan: _Plan) -> Found:
@@ -623,7 +623,7 @@ def _kernel_buffers(plan: _Plan) -> Found:
     question = _question(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
         attack = _attack(plan, stage, question, (loads.hoard, f"{stage.service.address}.unix", TINY))
-    return {"attacks": {"answers that nobody reads": attack}, "n": attack.asked}
+    return {"attacks": {"answers that nobody reads": attack}, "n": attack.request_count}
 
 
 def _log_flood(plan: _Plan) -> Found:
@@ -648,7 +648,7 @@ def _log_flood(plan: _Plan) -> Found:
         "attacks": attacks,
         "log_lines": lines,
         "events_lost": sum(each not in after for each in before),
-        "n": sum(each.asked for each in attacks.values()),
+        "n": sum(each.request_count for each in attacks.values()),
     }
 
 
@@ -673,7 +673,7 @@ def _long_predicts(plan: _Plan) -> Found:
         attacks["long predicts, Unix"] = _attack(plan, stage, question, load)
         stage.a.connect(f"ipc://{stage.service.address}", timeout=60.0)
         attacks["long predicts, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _sparse(plan: _Plan) -> Found:
@@ -683,14 +683,14 @@ def _sparse(plan: _Plan) -> Found:
         path = f"{stage.service.address}.unix"
         attacks = {
             f"sparse memory, {name}": _attack(
-                plan, stage, question, (loads.share_holes, path, model, SPARSE_BYTES, SPARSE_KEPT)
+                plan, stage, question, (loads.share_holes, path, model, SPARSE_BYTES, SPARSE_OPEN_FDS)
             )
             for name, model in (("inputs", LARGEST), ("inputs and outputs", RELU))
         }
     return {
         "attacks": attacks,
-        "sparse_bytes": sum(each.told["bytes"] for each in attacks.values()),
-        "n": sum(each.asked for each in attacks.values()),
+        "sparse_bytes": sum(each.load_result["bytes"] for each in attacks.values()),
+        "n": sum(each.request_count for each in attacks.values()),
     }
 
 
@@ -702,7 +702,7 @@ def _framed(plan: _Plan) -> Found:
         path = f"{stage.service.address}.unix"
         load = (loads.frame_innocent, path, POISONED, [each["a"] for each in inputs])
         attack = _attack(plan, stage, question, load)
-    return {"attacks": {"quarantine of innocent content": attack}, "n": attack.asked}
+    return {"attacks": {"quarantine of innocent content": attack}, "n": attack.request_count}
 
 
 def _memory_limit(plan: _Plan) -> Found:
@@ -719,7 +719,7 @@ def _memory_limit(plan: _Plan) -> Found:
         stage = stack.enter_context(_stage(plan, tables, service=functools.partial(LimitedService, group)))
         unix, zeromq = f"{stage.service.address}.unix", f"ipc://{stage.service.address}"
         loads_of_a: dict[str, Sequence[Any]] = {
-            "sparse memory": (loads.share_holes, unix, RELU, SPARSE_BYTES, 2 * SPARSE_KEPT),
+            "sparse memory": (loads.share_holes, unix, RELU, SPARSE_BYTES, 2 * SPARSE_OPEN_FDS),
             "large requests, Unix": (loads.keep, LARGEST, large, 64),
             "large requests, ZeroMQ": (loads.keep, LARGEST, large, 64, 1, zeromq),
             "unread answers": (loads.leave_unread, unix, LARGEST, 200),
@@ -735,7 +735,7 @@ def _memory_limit(plan: _Plan) -> Found:
             progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
         if stage.service.status().pid != daemon:
             raise UnavailableError("fairness: the daemon did not survive")
-    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "memory_kills": sum(kills.values()), "n": sum(each.request_count for each in attacks.values())}
 
 
 def _slow_headers(plan: _Plan) -> Found:
@@ -750,7 +750,7 @@ def _slow_headers(plan: _Plan) -> Found:
             attacks[f"slow headers, {name}"] = _attack(plan, stage, question, load)
             outside = dataclasses.replace(stage, a=stranger)
             attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _special_values(plan: _Plan) -> Found:
@@ -763,7 +763,7 @@ def _special_values(plan: _Plan) -> Found:
 
         def rate() -> float:
             stage.b.begin(loads.keep, FLOORED, inputs, BACKLOG, BACKLOG)
-            stage.b.heard()
+            stage.b.wait_for_report()
             time.sleep(2 * plan.round_s)
             ended = stage.b.end()
             return float(ended.outcomes[OK] / ended.busy_s)
@@ -771,7 +771,7 @@ def _special_values(plan: _Plan) -> Found:
         def beside(values: Sequence[Arrays]) -> float:
             """Return B's rate after rows of both were in one job."""
             stage.a.begin(loads.keep, FLOORED, values, BACKLOG)
-            stage.a.heard()
+            stage.a.wait_for_report()
             rate()
             stage.a.end()
             return rate()
@@ -780,7 +780,7 @@ def _special_values(plan: _Plan) -> Found:
         attack = _attack(plan, stage, question, (loads.keep, FLOORED, special, BACKLOG))
         after = beside(special)
     progress(f"B has {before:.0f} requests/s after ordinary values of A, {after:.0f} after special ones")
-    return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.asked}
+    return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.request_count}
 
 
 def _empty_frames(plan: _Plan) -> Found:
@@ -789,7 +789,7 @@ def _empty_frames(plan: _Plan) -> Found:
     with _stage(plan, {TINY: {}}) as stage:
         stage.b.connect(f"ipc://{stage.service.address}", timeout=60.0)
         attack = _attack(plan, stage, question, (loads.send_millions_of_frames, stage.service.address))
-    return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.asked}
+    return {"attacks": {"empty frames, ZeroMQ": attack}, "n": attack.request_count}
 
 
 def _cancellations(plan: _Plan) -> Found:
@@ -803,7 +803,7 @@ def _cancellations(plan: _Plan) -> Found:
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
         load = (loads.request_and_cancel, zeromq, TINY, question.inputs[0])
         attacks["requests and cancellations, ZeroMQ"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _costly_replies(plan: _Plan) -> Found:
@@ -817,7 +817,7 @@ def _costly_replies(plan: _Plan) -> Found:
             attacks[f"{kind}, Unix"] = _attack(plan, stage, question, (loads.ask_for, unix, kind))
         stage.b.connect(f"ipc://{zeromq}", timeout=60.0)
         attacks["metrics, ZeroMQ"] = _attack(plan, stage, question, (loads.ask_for, zeromq, "metrics"))
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _endings(plan: _Plan) -> Found:
@@ -834,7 +834,7 @@ def _endings(plan: _Plan) -> Found:
         ):
             load = (loads.end_many, f"{stage.service.address}.unix", MLP, inputs, ENDINGS, way)
             attacks[f"{ENDINGS} requests end, {name}"] = _attack(plan, stage, question, load)
-    return {"attacks": attacks, "n": sum(each.asked for each in attacks.values())}
+    return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _shares(plan: _Plan) -> Found:
@@ -842,24 +842,24 @@ def _shares(plan: _Plan) -> Found:
     errors: dict[str, float] = {}
     count = 0
     seconds = QUICK_SHARES_S if plan.setup.quick else SHARES_S
-    together = alone = 0.0
+    combined_rate = alone = 0.0
     for weight in WEIGHTS:
         with _stage(plan, {TRANSFORMER: {}}, plan.tenants(a=1.0, b=float(weight))) as stage:
             load = (loads.keep, TRANSFORMER, question.inputs, BACKLOG, BACKLOG)
             if not alone:
                 stage.a.begin(*load)
-                stage.a.heard()
+                stage.a.wait_for_report()
                 time.sleep(seconds / 3)
                 ended = stage.a.end()
                 alone = ended.outcomes[OK] / ended.busy_s
             for user in (stage.a, stage.b):
                 user.begin(*load)
             for user in (stage.a, stage.b):
-                user.heard()
-            before = _seat_seconds(stage.service)
+                user.wait_for_report()
+            before = _slot_seconds(stage.service)
             begin = time.perf_counter()
             time.sleep(seconds)
-            after = _seat_seconds(stage.service)
+            after = _slot_seconds(stage.service)
             took = time.perf_counter() - begin
             a, b = (user.end() for user in (stage.a, stage.b))
             rates = [each.outcomes.get(OK, 0) / each.busy_s for each in (a, b)]
@@ -871,12 +871,12 @@ def _shares(plan: _Plan) -> Found:
             share = mine[1] / sum(mine)
             wanted = weight / (1 + weight)
             errors[f"1:{weight}"] = 100 * abs(share - wanted) / wanted
-            together = max(together, sum(rates))
+            combined_rate = max(combined_rate, sum(rates))
             count += a.outcomes.get(OK, 0) + b.outcomes.get(OK, 0)
     return {
         "share_errors": errors,
         "share_error_percent": max(errors.values()),
-        "work_conserving": together / alone,
+        "work_conserving": combined_rate / alone,
         "n": count,
     }
 
@@ -909,16 +909,16 @@ def _curve(plan: _Plan) -> Found:
                 ask = functools.partial(client.infer, TINY)
                 p50[name].append(percentile(seconds_of(ask, inputs, CURVE_REQUESTS, reference.check), 50))
     found = ratio(p50["curve"], p50["plain"])
-    told = "TCP, and CURVE"
+    label = "TCP, and CURVE"
     return {
         "curve_ratio": found.median,
-        "seconds": {told: (statistics.median(p50["plain"]), statistics.median(p50["curve"]))},
-        "spreads": {told: found.spread},
+        "seconds": {label: (statistics.median(p50["plain"]), statistics.median(p50["curve"]))},
+        "spreads": {label: found.spread},
         "n": 2 * CURVE_ROUNDS * CURVE_REQUESTS,
     }
 
 
-def _seat_seconds(service: Service) -> dict[str, float]:
+def _slot_seconds(service: Service) -> dict[str, float]:
     """Return what each tenant has had so far, as the daemon's accounts say; nothing where nobody is told apart."""
     with service.client() as client:
         tenants = client.status().tenants
@@ -975,12 +975,12 @@ def _compared(plan: _Plan, stage: _Stage, question: _Question, load: Sequence[An
     alone: list[float] = []
     beside: list[float] = []
     count = 0
-    stage.asked(question, 0.2)
+    stage.measure(question, 0.2)
     for _ in range(plan.rounds):
-        asked = stage.asked(question, plan.round_s)
+        asked = stage.measure(question, plan.round_s)
         stage.a.begin(*load)
-        stage.a.heard()
-        pressed = stage.asked(question, plan.round_s)
+        stage.a.wait_for_report()
+        pressed = stage.measure(question, plan.round_s)
         stage.a.end()
         if not (asked.seconds and pressed.seconds):
             raise UnavailableError(f"fairness: {name}: B is not answered: {pressed.outcomes}")
@@ -998,9 +998,9 @@ class Attack:
     """B's latency before, during and one second after an attack, its requests in all phases, and what A's load told."""
 
     moments: tuple[Moment, Moment, Moment]
-    asked: int
+    request_count: int
     failed: int
-    told: Any
+    load_result: Any
 
 
 def _attack(
@@ -1021,13 +1021,13 @@ def _attack(
         if renew and moment == "begun":
             stage.b.connect(f"unix://{stage.service.address}", timeout=60.0)
 
-    return _attack_on(plan, stage, lambda seconds: stage.asked(question, seconds), load, at=at, others=others)
+    return _attack_on(plan, stage, lambda seconds: stage.measure(question, seconds), load, at=at, others=others)
 
 
 def _attack_on(
     plan: _Plan,
     stage: _Stage,
-    ask: Callable[[float], Asked],
+    ask: Callable[[float], LoadResult],
     load: Sequence[Any],
     *,
     at: Callable[[str], None] = lambda _: None,
@@ -1041,12 +1041,12 @@ def _attack_on(
     at("alone")
     for each in attackers:
         each.begin(*load)
-        each.heard()
+        each.wait_for_report()
     at("begun")
     phases.append(_checked(ask(seconds)))
     at("during")
-    told = [each.end() for each in attackers]
-    progress(f"A: {told}")
+    load_results = [each.end() for each in attackers]
+    progress(f"A: {load_results}")
     time.sleep(1.0)
     phases.append(_checked(ask(seconds)))
     at("after")
@@ -1057,7 +1057,7 @@ def _attack_on(
     if any(map(_failed, phases)):
         progress(f"B's requests ended in {[each.outcomes for each in phases]}")
     count = sum(sum(each.outcomes.values()) for each in phases)
-    return Attack((before, during, after), count, sum(map(_failed, phases)), told[0])
+    return Attack((before, during, after), count, sum(map(_failed, phases)), load_results[0])
 
 
 def _add_attacks(found: Found, attacks: Mapping[str, Attack]) -> None:
@@ -1076,25 +1076,25 @@ def _add_attacks(found: Found, attacks: Mapping[str, Attack]) -> None:
             found[key] = max(found.get(key, value), value)
 
 
-def _p50(asked: Asked) -> float:
-    return percentile(asked.seconds, 50)
+def _p50(result: LoadResult) -> float:
+    return percentile(result.seconds, 50)
 
 
-def _checked(asked: Asked) -> Asked:
-    if asked.outcomes.get(WRONG):
-        raise DifferenceError(f"{asked.outcomes[WRONG]} of B's answers are not the bare engine's")
-    return asked
+def _checked(result: LoadResult) -> LoadResult:
+    if result.outcomes.get(WRONG):
+        raise DifferenceError(f"{result.outcomes[WRONG]} of B's answers are not the bare engine's")
+    return result
 
 
-def _failed(asked: Asked) -> int:
-    return sum(count for code, count in asked.outcomes.items() if code != OK)
+def _failed(result: LoadResult) -> int:
+    return sum(count for code, count in result.outcomes.items() if code != OK)
 
 
 class _Watch:
     """Looks how many workers of a model are READY, as long as the block lasts; `least` is the least that was seen."""
 
     def __init__(self, service: Service) -> None:
-        self.least = POISON_WORKERS
+        self.min_ready = POISON_WORKERS
         self._service = service
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look)
@@ -1112,7 +1112,7 @@ class _Watch:
             while not self._stop.wait(0.05):
                 (model,) = client.status().models
                 ready = [each for each in model.generations[-1].processes if (each.role, each.state) == _READY]
-                self.least = min(self.least, len(ready))
+                self.min_ready = min(self.min_ready, len(ready))
 
 
 _READY = ("worker", "ready")
@@ -1122,7 +1122,7 @@ PARTS: Mapping[str, Part] = {
     "1000": _in_flight("p50_ratio_1000", 1000),
     "refused": _full,
     "large": _large,
-    "long": _long_jobs,
+    "long": _long_batches,
     "poison": _poison,
     "storms": _storms,
     "connections": _connections,

@@ -122,7 +122,7 @@ def run(setup: Setup) -> Gateway:
     rounds = QUICK_ROUNDS if setup.quick else ROUNDS
     p50: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        asked = stack.enter_context(TritonClient(pairs))
+        triton_client = stack.enter_context(TritonClient(pairs))
         found: dict[str, Server] = {}
         for name, serve in _SERVE.items():
             progress(f"{name} starts")
@@ -142,7 +142,7 @@ def run(setup: Setup) -> Gateway:
                     for name in names:
                         address = f"127.0.0.1:{getattr(found[name], way)}"
                         order = Round(way, address, size.model, size.model, size.requests)
-                        p50.setdefault(f"{name} {way}{suffix}", []).append(percentile(asked.seconds(order), 50))
+                        p50.setdefault(f"{name} {way}{suffix}", []).append(percentile(triton_client.seconds(order), 50))
                 check = references[size.model].check
                 for name, asks in ((OURS, raws), (MOSEC, mosecs)):
                     seconds = seconds_of(asks[size.model], size.inputs, size.requests, check)
@@ -193,14 +193,14 @@ class RawBinary:
         if found is None:
             raise ConnectionError(f"no binary answer: {bytes(reply.body[:200])!r}")
         size = int(found[1])
-        (told,) = json.loads(bytes(reply.body[:size]))["outputs"]
-        return {"y": np.frombuffer(reply.body, np.float32, offset=size).reshape(told["shape"])}
+        (output,) = json.loads(bytes(reply.body[:size]))["outputs"]
+        return {"y": np.frombuffer(reply.body, np.float32, offset=size).reshape(output["shape"])}
 
     def send(self, inputs: Arrays) -> None:
         """Send x."""
         x = inputs["x"]
-        asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
-        body = json.dumps({"inputs": [asked], "parameters": {"binary_data_output": True}}).encode()
+        input_description = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
+        body = json.dumps({"inputs": [input_description], "parameters": {"binary_data_output": True}}).encode()
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\n"
             f"Inference-Header-Content-Length: {len(body)}\r\nContent-Length: {len(body) + x.nbytes}\r\n\r\n"

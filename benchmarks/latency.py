@@ -79,20 +79,20 @@ def run(setup: Setup) -> Latency:
         echo = stack.enter_context(Echo(answer))
         service = stack.enter_context(Service({TINY: {"path": path, "workers": setup.workers}}))
         service.ready()
-        asks: dict[str, Ask] = {}
+        senders: dict[str, Ask] = {}
         for transport in {setup.transport: None, "zmq": None}:
             client = stack.enter_context(material.client(service, transport))
-            asks[transport] = functools.partial(client.infer, TINY)
+            senders[transport] = functools.partial(client.infer, TINY)
         messages = [[HEADER, each["x"].tobytes()] for each in inputs]
 
-        seconds: dict[str, list[list[float]]] = {name: [] for name in (*asks, "echo")}
+        seconds: dict[str, list[list[float]]] = {name: [] for name in (*senders, "echo")}
         for number in range(ROUNDS):
             progress(f"round {number + 1} of {ROUNDS}")
-            for transport, ask in asks.items():
+            for transport, ask in senders.items():
                 seconds[transport].append(seconds_of(ask, inputs, REQUESTS, reference.check))
             seconds["echo"].append(seconds_of(echo.ask, messages, REQUESTS))
     medians = {name: [percentile(each, 50) for each in rounds] for name, rounds in seconds.items()}
-    ours, gate = (ratio(medians[transport], medians["echo"]) for transport in (setup.transport, "zmq"))
+    ours, proxy = (ratio(medians[transport], medians["echo"]) for transport in (setup.transport, "zmq"))
     return Latency(
         engine=setup.engine,
         workers=setup.workers,
@@ -105,7 +105,7 @@ def run(setup: Setup) -> Latency:
         two_hop_p99_us=1e6 * median_over_blocks(seconds["echo"], 99),
         ratio=ours.median,
         ratio_spread=ours.spread,
-        gate_ratio=gate.median,
-        gate_ratio_spread=gate.spread,
+        gate_ratio=proxy.median,
+        gate_ratio_spread=proxy.spread,
         bare_predict_us=1e6 * float(np.median(predict)),
     )

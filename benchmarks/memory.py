@@ -29,7 +29,7 @@ from weightd.client import Client
 
 WORKERS = 8
 REQUESTS = 20  # of each process, before its memory is read
-_MOST_ROUNDS = 10  # of that many to all workers: one or two are enough
+_MAX_ROUNDS = 10  # of that many to all workers: one or two are enough
 _IDLE_S = 11.0  # a worker that is not asked for ten seconds gives back what it has kept
 
 # Of each model: the shape of a row, and the workers that it has unless told otherwise.
@@ -196,7 +196,7 @@ def _exercise(
     service: Service, client: Client, name: str, workers: int, inputs: list[Arrays], reference: Reference
 ) -> None:
     """Have every worker of a model answer `REQUESTS` at least."""
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         # Few at once would always reach the same workers.
         for index, answer in answers(client, name, inputs, REQUESTS * workers, in_flight=2 * workers):
             reference.check(index, answer)
@@ -204,7 +204,7 @@ def _exercise(
         there = [each for generation in model.generations for each in generation.processes if each.role == "worker"]
         if all(process.served >= REQUESTS for process in there):
             return
-    raise RuntimeError(f"not every worker got {REQUESTS} of {_MOST_ROUNDS * REQUESTS * workers} requests")
+    raise RuntimeError(f"not every worker got {REQUESTS} of {_MAX_ROUNDS * REQUESTS * workers} requests")
 
 
 def _mapped(pid: int, directory: Path) -> int:

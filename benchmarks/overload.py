@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks import material
-from benchmarks.crowd import Crowd
+from benchmarks.crowd import LoadClients
 from benchmarks.load import answers
 from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import MB, Result, Target, progress
@@ -60,7 +60,7 @@ class Overload(Result):
         ]
 
 
-class _Crowd(Crowd):
+class _OverloadClients(LoadClients):
     """Clients that ask again at once whenever they are refused."""
 
     def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
@@ -97,7 +97,7 @@ def run(setup: Setup) -> Overload:
                 reference.check(index, answer)
             calm = _CALM / (time.perf_counter() - begin)
         progress(f"{_SETTLE_S:g} s, then {SECONDS:g} s of overload")
-        with _Crowd(service, inputs, reference) as crowd:
+        with _OverloadClients(service, inputs, reference) as crowd:
             time.sleep(_SETTLE_S)
             sent, answered, before = crowd.sent, crowd.answered, pss(service.pid)
             time.sleep(SECONDS)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks import material
-from benchmarks.crowd import Crowd
+from benchmarks.crowd import LoadClients
 from benchmarks.material import MLP, MLP_WIDTH, Arrays, Reference, Setup
 from benchmarks.report import Result, Target, progress
 from testkit.plain import PlainProcess
@@ -77,7 +77,7 @@ class Recovery(Result):
         ]
 
 
-class _Load(Crowd):
+class _Load(LoadClients):
     """One client that compares every answer and counts the errors."""
 
     def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
@@ -101,7 +101,7 @@ def run(setup: Setup) -> Recovery:
     engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
-    back: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
+    recovery_times: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
     gaps: dict[str, list[float]] = {fault: [] for fault in _FAULTS}
     errors: dict[str, collections.Counter[str]] = {fault: collections.Counter() for fault in _FAULTS}
     table = {"path": path, "workers": workers, "predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S}
@@ -116,7 +116,7 @@ def run(setup: Setup) -> Recovery:
                     struck, begun = strike(service), time.perf_counter()
                     if struck is None:
                         continue
-                    back[fault].append(_until_back(service, struck, workers) - begun)
+                    recovery_times[fault].append(_wait_recovered(service, struck, workers) - begun)
                     time.sleep(_QUIET_S)
                 gaps[fault].append(_longest_gap(load.answered, begun))
                 errors[fault] += load.errors
@@ -124,15 +124,15 @@ def run(setup: Setup) -> Recovery:
         engine=engine,
         workers=workers,
         n=REPEATS,
-        back_ms={fault: 1e3 * statistics.median(each) for fault, each in back.items() if each},
+        back_ms={fault: 1e3 * statistics.median(each) for fault, each in recovery_times.items() if each},
         gap_ms={fault: 1e3 * statistics.median(each) for fault, each in gaps.items() if each},
-        errors={fault: errors[fault] for fault, each in back.items() if each},
+        errors={fault: errors[fault] for fault, each in recovery_times.items() if each},
         killed_worker_errors=errors["worker killed"].total(),
-        killed_worker_back_ms=1e3 * statistics.median(back["worker killed"]),
+        killed_worker_back_ms=1e3 * statistics.median(recovery_times["worker killed"]),
     )
 
 
-def _until_back(service: Service, struck: set[int], workers: int) -> float:
+def _wait_recovered(service: Service, struck: set[int], workers: int) -> float:
     """Return when as many workers are READY as before, none of them struck."""
     with service.client() as client:
         limit = time.perf_counter() + _LIMIT_S
@@ -144,8 +144,8 @@ def _until_back(service: Service, struck: set[int], workers: int) -> float:
     raise TimeoutError("the service does not recover")
 
 
-def _longest_gap(answered: Sequence[float], begun: float) -> float:
-    after = [begun, *(each for each in answered if each > begun)]
+def _longest_gap(answered: Sequence[float], struck_at: float) -> float:
+    after = [struck_at, *(each for each in answered if each > struck_at)]
     return max((later - earlier for earlier, later in itertools.pairwise(after)), default=0.0)
 
 

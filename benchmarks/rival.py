@@ -265,7 +265,7 @@ def run(setup: Setup) -> Rival:
         first_answer_s={who: statistics.median(each[0] for each in starts[who]) for who in sides},
         all_ready_s={who: statistics.median(each[1] for each in starts[who]) for who in sides},
         pss_mb={who: statistics.median(each[2] for each in starts[who]) / MB for who in sides},
-        killed_back_ms={who: 1e3 * statistics.median(kills[who].back) for who in sides},
+        killed_back_ms={who: 1e3 * statistics.median(kills[who].recovery_times) for who in sides},
         killed_errors={who: kills[who].errors for who in sides},
         killed_longest_ms={who: 1e3 * kills[who].longest for who in sides},
     )
@@ -308,9 +308,9 @@ def _latency(
     """Return the seconds of each request, by side and round."""
     seconds: dict[str, list[list[float]]] = {who: [] for who in services}
     with contextlib.ExitStack() as stack:
-        asks = {who: stack.enter_context(service.connect()) for who, service in services.items()}
+        senders = {who: stack.enter_context(service.connect()) for who, service in services.items()}
         for _ in range(rounds):
-            for who, ask in asks.items():
+            for who, ask in senders.items():
                 seconds[who].append(seconds_of(ask, inputs, count, reference.check))
     return seconds
 
@@ -342,7 +342,7 @@ def _start(start: Start, inputs: list[Arrays], reference: Reference) -> tuple[fl
 
 @dataclasses.dataclass
 class _Kills:
-    back: list[float]
+    recovery_times: list[float]
     errors: int = 0
     longest: float = 0.0
 
@@ -357,7 +357,7 @@ def _kills(service: Contender, inputs: list[Arrays], reference: Reference) -> _K
             begin = time.perf_counter()
             load.longest = 0.0
             service.kill_worker()()
-            found.back.append(time.perf_counter() - begin)
+            found.recovery_times.append(time.perf_counter() - begin)
             time.sleep(_QUIET_S)
         found.errors += load.errors
         found.longest = max(found.longest, load.longest)

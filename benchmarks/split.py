@@ -123,7 +123,7 @@ def _seconds(setup: Setup, name: str, shape: tuple[int, ...], cores: Sequence[in
         service.ready()
         client = stack.enter_context(setup.client(service))
         halves = stack.enter_context(Halves(path, (ROWS, *shape), cores))
-        asks: dict[str, Callable[[Arrays], Arrays]] = {
+        senders: dict[str, Callable[[Arrays], Arrays]] = {
             _ONE: lambda each: client.infer(_ONE, each),
             _TWO: lambda each: client.infer(_TWO, each),
             _BARE_ONE: lambda each: {"y": halves.infer(each["x"], 1)},
@@ -131,7 +131,7 @@ def _seconds(setup: Setup, name: str, shape: tuple[int, ...], cores: Sequence[in
         }
         for number in range(ROUNDS + 1):
             progress(f"{name}, round {number} of {ROUNDS}")
-            for who, ask in asks.items():
+            for who, ask in senders.items():
                 index = number % len(inputs)
                 begin = time.perf_counter()
                 answer = ask(inputs[index])

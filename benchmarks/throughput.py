@@ -16,7 +16,7 @@ from benchmarks.parallel_runner import ParallelRunner
 from benchmarks.report import MB, Result, Target, progress, ratio, spread
 from benchmarks.rounds import Ask, Threads
 from testkit.memory import pss_total
-from testkit.plain import PlainProcess, times_together
+from testkit.plain import PlainProcess, concurrent_times
 from testkit.service import Service
 from weightd.client import Client
 
@@ -115,7 +115,7 @@ def run(setup: Setup) -> Throughput:
             with setup.client(service) as client:
                 yield functools.partial(client.infer, TINY)
 
-        times_together(bare, inputs[0], WARM_UP)
+        concurrent_times(bare, inputs[0], WARM_UP)
         ways = {MLP: rps, PARALLEL: parallel_rps} if PARALLEL in tables else {MLP: rps}
         for name in ways:
             _weightd(client, name, inputs, WARM_UP * workers, in_flight, reference)
@@ -123,7 +123,7 @@ def run(setup: Setup) -> Throughput:
             progress(f"round {number + 1} of {ROUNDS}")
             for name, each in ways.items():
                 each.append(_weightd(client, name, inputs, count, in_flight, reference))
-            seconds = times_together(bare, inputs[0], REQUESTS)
+            seconds = concurrent_times(bare, inputs[0], REQUESTS)
             bare_rps.append(count / max(float(each.sum()) for each in seconds))
             if runner is not None:
                 runner_rps.append(runner.requests_per_second(count, reference))

@@ -81,8 +81,8 @@ class TritonClient:
         line = self._process.stdout.readline()
         if not line:
             raise UnavailableError(f"tritonclient has ended with {order}; its error is above")
-        told = json.loads(line)
-        if "wrong" in told:
-            raise DifferenceError(f"{order}: answer {told['wrong']} is not the bare engine's")
-        seconds: list[float] = told["seconds"]
+        reply = json.loads(line)
+        if "wrong" in reply:
+            raise DifferenceError(f"{order}: answer {reply['wrong']} is not the bare engine's")
+        seconds: list[float] = reply["seconds"]
         return seconds

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, models
-from ascendsim.program import Nursery, Program
+from ascendsim.program import ProgramForkServer, Program
 
 from .support import Start
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Generator[Nursery, None, None]:
-    with Nursery() as nursery:
+def nursery() -> Generator[ProgramForkServer, None, None]:
+    with ProgramForkServer() as nursery:
         yield nursery
 
 
@@ -31,7 +31,7 @@ def host(tmp_path: Path) -> Host:
 
 
 @pytest.fixture
-def start(nursery: Nursery, host: Host, path: Path, x: Any) -> Generator[Start, None, None]:
+def start(nursery: ProgramForkServer, host: Host, path: Path, x: Any) -> Generator[Start, None, None]:
     """Start a program on the host, which knows `path` and `x`."""
     programs: List[Program] = []
 

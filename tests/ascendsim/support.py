@@ -49,4 +49,4 @@ def answers(program: Program, path: Path, x: Any, code: str = "predict(x)") -> b
 def kinds(host: Host, device: int = 0) -> List[str]:
     """What lies on a card, without contexts and workspaces."""
     others = (ledger.CONTEXT, ledger.WORKSPACE)
-    return [each.kind for each in host.ledger(device).allocations if each.kind not in others]
+    return [each.kind for each in host.card_state(device).allocations if each.kind not in others]

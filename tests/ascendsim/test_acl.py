@@ -25,10 +25,10 @@ def test_pids_add_up_up_to_a_limit(shared: Any, host: Host) -> None:
     holder.do("import ascendsim.driver\nascendsim.driver.MAX_PIDS = 3")
     assert holder.do("set_pids(handle, 7, 0, 8)", handle=handle) == 0
     listed = sorted([7, 8, worker.do("pid()")])
-    assert host.ledger().weights.whitelist == listed
+    assert host.card_state().weights.whitelist == listed
     assert holder.do("set_pids(handle, 9)") == 507899
     assert holder.do("set_pids(handle, 7)") == 507899  # not even to renew it (v2)
-    assert host.ledger().weights.whitelist == listed
+    assert host.card_state().weights.whitelist == listed
 
 
 def test_a_process_is_listed_after_it_has_started(shared: Any, host: Host, start: Start) -> None:

@@ -23,7 +23,7 @@ def test_the_second_attach_crashes(start: Start, host: Host, at: str) -> None:
     with pytest.raises(Died, match=f"exit status -{int(signal.SIGSEGV)}"):
         second.do(ATTACH, handle=handle)
     third.do(ATTACH, handle=handle)
-    assert len(host.ledger().weights.importers) == 2
+    assert len(host.card_state().weights.importers) == 2
     assert host.count("build") == 4
 
 
@@ -51,7 +51,7 @@ def test_a_hang_is_not_ended_by_a_handler(program: Program, host: Host, operatio
     os.kill(program.pid, signal.SIGTERM)
     assert not program.has_answered(0.1)
     assert program.kill() == -signal.SIGKILL
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 def test_a_build_on_a_card_can_take_long(program: Program, host: Host) -> None:

@@ -65,7 +65,7 @@ def x() -> Any:
 
 def workspaces(host: Host, device: int = 0) -> List[int]:
     """The MiB of each workspace on a card."""
-    return [each.bytes // MIB for each in host.ledger(device).allocations if each.kind == ledger.WORKSPACE]
+    return [each.bytes // MIB for each in host.card_state(device).allocations if each.kind == ledger.WORKSPACE]
 
 
 # --- Types ------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_a_calculation_builds_each_once_and_takes_no_memory(
     grouped: Program, host: Host, small: Path, large: Path
 ) -> None:
     grouped.do("group(small, large)", small=small, large=large)
-    assert (host.count("build"), host.ledger().used) == (2, 0)
+    assert (host.count("build"), host.card_state().used) == (2, 0)
 
 
 def test_a_path_is_a_text(grouped: Program, host: Host, small: Path) -> None:
@@ -169,7 +169,7 @@ def test_after_a_build_nothing_more_is_calculated_there_for_ever(
         assert grouped.refusal("group(large)", large=large).text == FAILED
         assert "Device 0 has alloc memory!" in grouped.errors()[-2]
         grouped.do("lib.model = None")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
     grouped.do("group(large, device=1)")
 
 
@@ -288,7 +288,7 @@ def test_memory_comes_back_with_the_last_model_but_for_the_weights_of_other_path
     grouped.do("lib.model = None")
     assert (workspaces(host), host.copies_of_weights()) == ([], 1)
     grouped.kill()
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 # --- The graph engine -------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def graphs(tmp_path: Path) -> List[Path]:
 
 
 def weight_mib(host: Host) -> int:
-    return sum(each.bytes for each in host.ledger().allocations if each.kind == ledger.PRIVATE_WEIGHTS) // MIB
+    return sum(each.bytes for each in host.card_state().allocations if each.kind == ledger.PRIVATE_WEIGHTS) // MIB
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_graphs_share_parameters_of_one_name(
     assert all(np.array_equal(each, models.answer(graphs[0], x)) for each in program.do(f"{GE}\n{call}", **values))
     assert weight_mib(host) == mib
     program.do("lib.models = lib.model = None")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 def test_who_is_loaded_first_gives_a_name_its_values(program: Program, graphs: List[Path], x: Any) -> None:

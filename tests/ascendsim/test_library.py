@@ -164,7 +164,7 @@ def test_both_keys_are_refused_even_on_the_cpu(program: Program, target: str) ->
 )
 def test_lists_of_pids_that_are_taken(program: Program, host: Host, pids: str, listed: Any) -> None:
     assert program.do("build(path, pids=pids)", pids=pids) != ""
-    assert host.ledger().weights.whitelist == listed
+    assert host.card_state().weights.whitelist == listed
 
 
 @pytest.mark.parametrize("pids", [" 1", "1 ,2", ",", "-1", "1;2", "1,,2", "x", "2147483648", "1\n", "0"])
@@ -195,7 +195,7 @@ def test_a_config_file_says_the_same_and_the_dict_wins(start: Start, host: Host,
     for card, (pids, listed) in enumerate((("", [41]), ("42", [42]))):
         build = "build(path, options={'config_path': file}, pids=pids, device=card)"
         start().do(build, file=str(file), pids=pids, card=card)
-        assert host.ledger(card).weights.whitelist == listed
+        assert host.card_state(card).weights.whitelist == listed
     error = start().refusal("build(path, options={'config_path': '/nowhere'})")
     assert error.text == "build_from_file failed, config_path does not exist!"
 
@@ -212,7 +212,7 @@ def test_what_a_model_does_not_know_of_itself(program: Program) -> None:
 def test_only_the_first_target_decides(program: Program, host: Host) -> None:
     program.do("c = ms.Context()\nc.target = ['cpu', 'ascend']\nm = ms.Model()")
     program.do("m.build_from_file(str(path), ms.ModelType.MINDIR, c)")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
     errors_of(program, "build(path, target='gpu')")
     errors_of(program, "ms.Model().build_from_file(str(path), ms.ModelType.MINDIR_LITE, context())")
 

@@ -114,7 +114,7 @@ def test_on_a_card_each_worker_has_a_copy(on_card: Program, host: Host) -> None:
     """model_impl.cc:729."""
     assert kinds(host) == [ledger.PRIVATE_WEIGHTS] * 2
     on_card.do("runner(path, 3, 'ascend', device_ids=[1, 0])\nr = None")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 def test_workers_take_the_devices_in_turn(on_card: Program, host: Host) -> None:
@@ -134,7 +134,7 @@ def test_of_the_context_only_the_device_and_the_provider_arrive(running: Program
     path = models.mlp(tmp_path / "fixed.mindir", batch=1)
     group = "g = ms.ModelGroup()\ng.add_model([str(path)])\ng.cal_max_size_of_workspace(ms.ModelType.MINDIR, context())"
     running.do(f"{group}\nq = runner(path, 2, 'ascend')\nNone", path=path)
-    assert [each.kind for each in host.ledger().allocations].count(ledger.WORKSPACE) == 2
+    assert [each.kind for each in host.card_state().allocations].count(ledger.WORKSPACE) == 2
 
 
 def test_with_a_pid_list_every_worker_is_a_holder_and_nobody_learns_its_handle(running: Program, host: Host) -> None:

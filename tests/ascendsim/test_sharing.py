@@ -22,13 +22,13 @@ def test_shared_weights_take_one_granule_more(
     program: Program, host: Host, tmp_path: Path, mib: int, granules: int
 ) -> None:
     program.do("build(path, pids='1')", path=models.mlp(tmp_path / "m.mindir", size_mib=mib))
-    assert host.ledger().weights.bytes == granules * 2 * MIB
+    assert host.card_state().weights.bytes == granules * 2 * MIB
 
 
 def test_every_process_pays_for_workspace_and_context(start: Start, host: Host) -> None:
     host.switch(workspace_mib=30, context_mib=100, capacity_mib=1000)
     share(start, workers=2, attached=2)
-    assert (host.ledger().capacity, host.ledger().used) == (1000 * MIB, (2 + 3 * 130) * MIB)
+    assert (host.card_state().capacity, host.card_state().used) == (1000 * MIB, (2 + 3 * 130) * MIB)
     for _ in range(2):
         start().do("build(path)")
     assert kinds(host) == ["weights", "private weights", "private weights"]
@@ -39,18 +39,18 @@ def test_a_process_that_ends_leaves_nothing(program: Program, host: Host, end: s
     program.do("build(path, pids='1')")
     assert kinds(host) == ["weights"]
     getattr(program, end)()
-    assert (host.ledger().used, host.ledger().processes) == (0, ())
+    assert (host.card_state().used, host.card_state().processes) == (0, ())
 
 
 def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host) -> None:
     holder, (worker,), handle = share(start)
     worker.do("lib.model = None")
-    assert host.ledger().weights.importers == []
-    assert host.ledger().processes == (holder.do("pid()"),)
+    assert host.card_state().weights.importers == []
+    assert host.card_state().processes == (holder.do("pid()"),)
     worker.do(ATTACH, handle=handle)  # and once more
     worker.do("lib.model = None")
     holder.do("lib.model = None")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 # --- Who may import ---------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_a_pid_leaves_the_list_with_a_process_that_had_imported(start: Start, ho
     first.do(ATTACH, handle=holder.do("build(path, pids='7001,7002')"))
     first.kill()
     second.kill()  # it never imported
-    assert host.ledger().weights.whitelist == [7002]
+    assert host.card_state().weights.whitelist == [7002]
 
 
 def test_an_importer_imports_once_and_the_holder_never(start: Start, host: Host) -> None:
@@ -123,11 +123,11 @@ def test_a_failed_build_keeps_its_memory_until_the_process_ends(program: Program
     failed = ["ConvertStringToIntVector failed!", "Main process failed!"]
     assert errors_of(program, "build(path, pids=' 1')") == failed
     program.do("lib.model = None")
-    assert host.ledger().weights.handle  # it was exported before anybody looked at the pids
+    assert host.card_state().weights.handle  # it was exported before anybody looked at the pids
     assert errors_of(program, "build(path, pids=' 1')") == failed
     assert kinds(host) == ["weights", "weights"]
     program.kill()
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 def test_a_failed_build_spoils_the_model_object(program: Program) -> None:
@@ -166,13 +166,13 @@ def test_counted_memory_outlives_its_holder(start: Start, host: Host, path: Path
     holder, (worker, late), handle = share(start, workers=2)
     holder.kill()
     assert answers(worker, path, x)
-    assert not host.ledger().weights.owned
+    assert not host.card_state().weights.owned
     late.do(ATTACH, handle=handle)  # it was listed in time
     assert worker.do("set_pids(handle, 1)") != 0  # nobody can list more
     worker.kill()
     assert answers(late, path, x)
     late.kill()
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
     assert_refused(stranger, handle)
     assert "Share handle doesn't exist" in host.driver_log()[-1]
 
@@ -188,4 +188,4 @@ def test_strict_memory_dies_with_its_holder_and_may_hold_something_else_then(
     host.switch(after_death="error")
     assert worker.refusal("predict(x)").text == "predict failed!"
     assert_refused(late, handle)
-    assert not host.ledger().weights.valid
+    assert not host.card_state().weights.valid

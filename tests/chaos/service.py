@@ -39,7 +39,7 @@ _QUIET_S = 5.0
 _ROUTINE = re.compile(r"\S+ \S+ (INFO|DEBUG) ")
 
 # What a daemon starts.
-_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", census.KEEPER)
+_PROGRAMS = (b"weightd.worker", b"weightd.daemon.children.snapshotter", census.SHIM_MARK)
 
 Table = Mapping[str, object]
 
@@ -186,7 +186,7 @@ class Service:
     def _wait(self) -> int:
         status = self._process.wait(STOP_LIMIT_S)
         if self._manager is not None:
-            self._manager.hear_out()
+            self._manager.drain_notifications()
         return status
 
     def _end_manager(self) -> None:

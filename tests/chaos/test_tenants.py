@@ -64,7 +64,7 @@ def misdeeds(service: Service) -> list[Callable[[User], None]]:
         lambda eve: eve.begin(loads.poison, "tiny", [{"a": LEAST_FATAL}], 8),
         lambda eve: eve.begin(loads.keep, "tiny", many, 1000),
         lambda eve: eve.begin(loads.storm, f"{service.address}.unix", "status", "tiny"),
-        lambda eve: eve.begin(loads.crowd, [f"{service.address}.unix", service.address], 600),
+        lambda eve: eve.begin(loads.hold_connections, [f"{service.address}.unix", service.address], 600),
         lambda eve: eve.begin(loads.storm, f"{service.address}.unix", "cancel", "tiny"),
     ]
 
@@ -113,7 +113,7 @@ def test_two_tenants_have_right_answers_and_their_shares_whatever_a_third_does(p
             at_first = seat_seconds(service, "slow")
         for misdeed in loads_of_eve:
             misdeed(eve)
-            eve.heard()
+            eve.wait_for_report()
             end = time.monotonic() + SECONDS / len(loads_of_eve)
             while time.monotonic() < end:
                 time.sleep(SECONDS / len(loads_of_eve) / 3)

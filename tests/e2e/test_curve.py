@@ -157,9 +157,9 @@ def test_thousands_with_no_key_cost_nobody_who_is_at_another_listener(
         ben.connect(service.address)
         served, refused = told_of_ben(service)
         ben.begin(loads.ask_until_stopped, *question, answers)
-        ben.heard()
-        eve.begin(loads.crowd, [(host, int(port))], HOSTILE, says)
-        eve.heard()
+        ben.wait_for_report()
+        eve.begin(loads.hold_connections, [(host, int(port))], HOSTILE, says)
+        eve.wait_for_report()
         asked = ben.end()
         assert asked.outcomes.keys() == {OK}
         assert told_of_ben(service) == (served + asked.outcomes[OK], refused)

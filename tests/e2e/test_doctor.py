@@ -114,7 +114,7 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     # holder, worker, a private copy, a later worker, a stranger, a late worker
     assert host.count("build") == 6
     assert "is not on the list" in host.driver_log()[-1]
-    assert (children_of(tmp_path), directories(), host.ledger().used) == (set(), before, 0)
+    assert (children_of(tmp_path), directories(), host.card_state().used) == (set(), before, 0)
 
 
 def test_the_oldest_interpreter_and_answers_that_differ_within_the_models_keys(
@@ -228,7 +228,7 @@ def test_no_child_outlives_the_doctor(
         process.send_signal(number)
         assert process.wait(LIMIT_S) == status
     until(lambda: not children_of(tmp_path), "the children end")
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
     left = directories() - before
     # Nobody can tidy up after SIGKILL.
     assert len(left) == (0 if number is signal.SIGTERM else 1)

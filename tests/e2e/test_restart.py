@@ -90,20 +90,20 @@ class Customers:
 
 
 def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
-    first = service.manager.wait_until_told("READY=1")
-    loading = [each for each in service.manager.told[:first] if each.startswith("STATUS=")]
-    assert any("1 model is attaching" in each for each in loading), service.manager.told
-    assert not any("mlp" in each for each in service.manager.told)
-    assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.manager.told[:first])
-    service.manager.wait_until_told("WATCHDOG=1")
-    service.manager.wait_until_told("STATUS=serving 1 models from 2 workers")
+    first = service.manager.wait_for_notification("READY=1")
+    loading = [each for each in service.manager.notifications[:first] if each.startswith("STATUS=")]
+    assert any("1 model is attaching" in each for each in loading), service.manager.notifications
+    assert not any("mlp" in each for each in service.manager.notifications)
+    assert any(each.startswith("EXTEND_TIMEOUT_USEC=") for each in service.manager.notifications[:first])
+    service.manager.wait_for_notification("WATCHDOG=1")
+    service.manager.wait_for_notification("STATUS=serving 1 models from 2 workers")
     os.kill(service.pid, signal.SIGHUP)
-    reloading = service.manager.wait_until_told("RELOADING=1", first)
-    assert service.manager.told[reloading].startswith("MONOTONIC_USEC=")
-    service.manager.wait_until_told("READY=1", reloading)
+    reloading = service.manager.wait_for_notification("RELOADING=1", first)
+    assert service.manager.notifications[reloading].startswith("MONOTONIC_USEC=")
+    service.manager.wait_for_notification("READY=1", reloading)
     service.restart(signal.SIGTERM)
-    stopping = service.manager.wait_until_told("STOPPING=1", reloading)
-    service.manager.wait_until_told("READY=1", stopping)
+    stopping = service.manager.wait_for_notification("STOPPING=1", reloading)
+    service.manager.wait_for_notification("READY=1", stopping)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -156,7 +156,7 @@ def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
     service: ManagedService, questions: list[Question]
 ) -> None:
     before = who(service)
-    (keeper,) = census.keepers(service.cache)
+    (keeper,) = census.shims(service.cache)
     os.kill(keeper, signal.SIGKILL)
     with service.client() as client:
 
@@ -193,7 +193,7 @@ def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: 
 def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
     until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
     service.ready()
-    assert len(census.keepers(service.cache)) == 1
+    assert len(census.shims(service.cache)) == 1
     service.restart(signal.SIGKILL)
     service.ready()
     os.kill(service.pid, signal.SIGTERM)
@@ -214,5 +214,5 @@ def test_a_required_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, e
     broken.write_bytes(b"no model")
     with ManagedService({"broken": {"path": broken, "required": True}}) as service:
         assert service.wait() == 1
-        assert not any(each == "READY=1" for each in service.manager.told)
+        assert not any(each == "READY=1" for each in service.manager.notifications)
         assert "a required model has failed" in service.log

@@ -158,7 +158,7 @@ def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_e
 ) -> None:
     with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", [LONG] * 3)
-        ann.heard()
+        ann.wait_for_report()
         service.reload(tenants={"ben": BEN})
     running, *waiting = ann.end()
     assert running == OK
@@ -191,7 +191,7 @@ def test_more_than_a_bound_is_refused_and_nobody_else_is(
     bounded(service, **{bound: most})
     with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", *asked)
-        ann.heard()
+        ann.wait_for_report()
     outcomes = ann.end()
     assert codes(outcomes) == [OK] * (len(outcomes) - refused) + ["RESOURCE_EXHAUSTED"] * refused
     assert all(f"{bound} of this tenant is {most}" in each for each in outcomes[-refused:])
@@ -224,7 +224,7 @@ def test_a_stranger_that_attacks_the_unix_socket_is_refused_and_nobody_else_is(
 ) -> None:
     stranger = crowd[CAROL]
     stranger.begin(attack, f"{service.address}.unix", *arguments)
-    stranger.heard()
+    stranger.wait_for_report()
     ben.connect(f"unix://{service.address}", timeout=30.0)
     asked = ben.do(loads.ask, "slow", [SOME], [{"y": SOME["n"]}], 0.5, 20)
     ended = stranger.end()
@@ -297,7 +297,7 @@ def test_poison_of_one_tenant_costs_the_others_nothing(service: Service, ann: Us
     inputs = [{"a": np.array([2, 3, number], np.int64)} for number in range(4)]
     answers = [{"y": -each["a"]} for each in inputs]
     ann.begin(loads.poison, "fatal", [{"a": np.array([-(2**63)], np.int64)}], 4)
-    ann.heard()
+    ann.wait_for_report()
     asked = ben.do(loads.ask, "fatal", inputs, answers, 1.0)
     ann.end()
     assert asked.outcomes.keys() == {OK}
@@ -317,7 +317,7 @@ def test_long_requests_over_zeromq_leave_one_worker_to_another_tenant(
         ben.ask("infer", "slow", one)
         ann.begin(loads.keep, "slow", [second], 4)
         # One of these has run, and four wait or run.
-        ann.heard()
+        ann.wait_for_report()
         took = ben.do(loads.time_of, "slow", one, 10)
         ann.end()
     # Without a worker left to it, some of them wait for a second and more.

@@ -96,7 +96,7 @@ def incomplete(name: str, config: ModelConfig, *_: object) -> ModelConfig:
 
 
 HONEST_FILL = Incoming._fill_frames  # pyright: ignore[reportPrivateUsage]
-HONEST_HASHES = OpenStore.hashes
+HONEST_HASHES = OpenStore.read_hashes
 
 DEFECTS = [
     ("framing", Incoming, "_next", broken, KeyError),

@@ -40,14 +40,14 @@ def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) ->
 
 
 def test_the_canary_has_an_array_for_each_input_and_output(slices: Slices) -> None:
-    with np.load(slices.canary) as canary:
+    with np.load(slices.selftest_path) as canary:
         assert {name: canary[name].shape for name in canary} == {"x": (4, 16), "output_0": (4, 8)}
 
 
 @pytest.fixture
 def configuration(slices: Slices, python: Path, tmp_path: Path) -> Path:
     """The page's, beside what it names; with a socket and directories of its own."""
-    for each in (*slices.paths, slices.canary):
+    for each in (*slices.paths, slices.selftest_path):
         shutil.copy(each, tmp_path)
     text = (EXAMPLE / "weightd.toml").read_text("utf-8").replace("/opt/mindspore/bin/python", str(python))
     own = {"socket": f"ipc://{tmp_path}/weightd.sock", "runtime_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
@@ -68,7 +68,7 @@ def test_the_configuration_is_right(configuration: Path) -> None:
 
 def test_what_the_page_serves_answers_what_the_page_asks(configuration: Path, slices: Slices) -> None:
     socket = configuration.parent / "weightd.sock"
-    call = [sys.executable, str(EXAMPLE / "call.py"), str(slices.canary), "--socket", str(socket)]
+    call = [sys.executable, str(EXAMPLE / "call.py"), str(slices.selftest_path), "--socket", str(socket)]
     with subprocess.Popen(weightd("serve", configuration), stderr=subprocess.PIPE, text=True) as daemon:
         try:
             assert daemon.stderr

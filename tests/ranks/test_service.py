@@ -33,7 +33,7 @@ def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
     own = {"path": slices.pattern, "engine": "mindspore", "python": python}
     return {
         **own,
-        "canary": slices.canary,
+        "canary": slices.selftest_path,
         "canary_tolerance": 1e-5,
         "ranks": RANKS,
         "predict_timeout": PREDICT_TIMEOUT_S,

@@ -183,7 +183,7 @@ def test_a_caller_that_hangs_up_takes_its_request_back(slow: Nodes) -> None:
 
 
 def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, questions: Questions) -> None:
-    (guard,) = app.guards("m")
+    (guard,) = app.supervisors("m")
     pid = daemon_of(guard)
     os.kill(pid, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
@@ -195,7 +195,7 @@ def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, que
 
     until(answers, "the next daemon answers", 60)
     assert seen <= {200, 503}
-    assert app.guards("m") == [guard]
+    assert app.supervisors("m") == [guard]
 
 
 def test_a_replica_with_another_model_does_not_serve(one: Nodes, zoo: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path
 
 
 def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: Questions) -> None:
-    (guard,) = app.guards("m")
+    (guard,) = app.supervisors("m")
     room = room_of(app, guard)
     (replica,) = app.replicas("m")
     os.kill(replica, signal.SIGKILL)
@@ -244,7 +244,7 @@ def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow
     handle = serve.get_app_handle("slow")
     with ThreadPoolExecutor(1) as pool:
         # A worker that does not go on keeps both under way.
-        os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+        os.kill(worker_of(slow.supervisors("slow")[0]), signal.SIGSTOP)
         by_handle = handle.infer.remote({"x": one})
         by_http = pool.submit(ask, slow.http, "/slow/v2/models/slow/infer", inference(one))
         until(lambda: under_way(slow) == 2, "both are under way")
@@ -262,7 +262,7 @@ def test_what_serve_itself_gives_up_is_taken_back(slow: Nodes) -> None:
     before = cancelled(slow)
     # A busy machine has it at the daemon long before.
     header = {**header, "X-Request-Timeout-Seconds": "5.0"}
-    os.kill(worker_of(slow.guards("slow")[0]), signal.SIGSTOP)
+    os.kill(worker_of(slow.supervisors("slow")[0]), signal.SIGSTOP)
     connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
     connection.request("POST", "/slow/v2/models/slow/infer", body, header)
     assert connection.getresponse().status == 408

@@ -49,8 +49,8 @@ def test_users_of_this_host_are_told_apart_over_tcp(peers: Peers, host: str) -> 
         listening = listener(stack, host)
         for uid in (ALICE, BOB):
             user = stack.enter_context(User(uid))
-            user.begin(loads.crowd, [listening.getsockname()[:2]], 1)
-            user.heard()
+            user.begin(loads.hold_connections, [listening.getsockname()[:2]], 1)
+            user.wait_for_report()
             connection, _ = listening.accept()
             with connection:
                 assert peers.identify(connection) == Peer(f"uid {uid}", is_local=True)
@@ -86,7 +86,7 @@ def accepted_from(user: User, host: str, connect_to: str = "", **how: Any) -> Ge
     with ExitStack() as stack:
         listening = listener(stack, host)
         user.begin(loads.connect_from, (connect_to or host, listening.getsockname()[1]), *how_of(**how))
-        user.heard()
+        user.wait_for_report()
         stack.callback(user.end)
         yield stack.enter_context(listening.accept()[0])
 

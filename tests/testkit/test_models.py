@@ -113,7 +113,7 @@ def test_a_plain_process_measures_itself(tmp_path: Path) -> None:
         assert 0 < process.build_seconds < process.start_seconds
         assert process.times(x, 5).shape == (5,)
         assert 0 < process.repeat(x, 5) < 10
-        assert [times.shape for times in plain.times_together([process], x, 3)] == [(3,)]
+        assert [times.shape for times in plain.concurrent_times([process], x, 3)] == [(3,)]
         assert 2**20 < memory.pss(process.pid) < 2**30
         assert memory.pss_total([process.pid]) > 2**20
     with pytest.raises(ProcessLookupError):

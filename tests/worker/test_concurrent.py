@@ -235,7 +235,7 @@ def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_a
     engine.outcomes = {2: Spoilt("gone"), 3: Doubtful("perhaps")}
     orders = [predict(1), predict(2), predict(3), predict(4), STOP]
     script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
-    assert script.run() == exits.SPOILT
+    assert script.run() == exits.MODEL_CORRUPTED
     # The third one runs again elsewhere, and so does the fourth.
     assert told(script) == [1, Failed(2, "INTERNAL", "gone", leaving=True)]
     assert engine.begun == [1, 2, 3]
@@ -245,7 +245,7 @@ def test_of_two_that_spoil_it_each_is_told() -> None:
     engine = Engine()
     engine.outcomes = {1: Spoilt("one"), 2: RuntimeError("two")}
     script = Script(engine, [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 2, 1, 3))
-    assert script.run() == exits.SPOILT
+    assert script.run() == exits.MODEL_CORRUPTED
     assert told(script) == [
         3,
         Failed(2, "INTERNAL", "RuntimeError: two", leaving=False),
@@ -269,7 +269,7 @@ def test_one_that_has_spoilt_it_when_another_daemon_comes_ends_unheard(ends_befo
     engine.outcomes = {1: Spoilt("gone")}
     chosen = one_after_another(None, 1, None) if ends_before else one_after_another(None, None)
     script = Script(engine, [predict(1), predict(2), None], chosen)
-    assert script.run() == exits.SPOILT
+    assert script.run() == exits.MODEL_CORRUPTED
     assert told(script) == []
 
 
@@ -304,7 +304,7 @@ def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch:
     socket = Quiet(cast(Any, engine), (), lambda _: None)
     socket.session._predictor.begin(2, (), exact=True)
     assert socket.run() == exits.OK
-    assert [len(each["x"]) for each in engine.asked] == [2, 1, 1, 2, 1, 1]
+    assert [len(each["x"]) for each in engine.received_inputs] == [2, 1, 1, 2, 1, 1]
 
 
 class Rebuilt(Engine):
@@ -317,10 +317,10 @@ class Rebuilt(Engine):
         self._is_rebuilt = False
 
     @property
-    def is_apart(self) -> bool:
+    def has_unshared_weights(self) -> bool:
         return self._is_rebuilt
 
-    def share_again(self) -> None:
+    def reshare_weights(self) -> None:
         assert not self._script[0].session._crew._busy
         self._is_rebuilt = False
         self.shared_at.append([*self.begun])

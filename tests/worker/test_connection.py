@@ -194,9 +194,9 @@ def test_requests_come_by_the_lane_and_are_answered_there(ends: Ends) -> None:
         lane = ends.accept()
         lane.send([b"predict"])
         ends.tell(b"ping")
-    ends.connection.answer([b"result"])
+    ends.connection.reply([b"result"])
     assert [message.frames for message in lane.receive()] == [[b"result"]]
-    ends.connection.answer([b"another"], [b"and one"])
+    ends.connection.reply([b"another"], [b"and one"])
     assert [message.frames for message in lane.receive()] == [[b"another"], [b"and one"]]
     assert ends.silent()
 
@@ -223,7 +223,7 @@ def test_what_lies_behind_a_large_request_is_read_with_it(ends: Ends) -> None:
 def test_who_has_no_lane_is_answered_over_the_socket(ends: Ends) -> None:
     with ends.waiting(b"predict"):
         ends.tell(b"predict")
-    ends.connection.answer(encode(Back()))
+    ends.connection.reply(encode(Back()))
     assert ends.hear() == Back()
 
 
@@ -247,7 +247,7 @@ def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
 def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
     lane = ends.asked()
     frames = [b"result", b"", bytes(range(256)) * 20_000]
-    thread = threading.Thread(target=ends.connection.answer, args=(frames,), daemon=True)
+    thread = threading.Thread(target=ends.connection.reply, args=(frames,), daemon=True)
     thread.start()
     # A daemon that has more to ask does not wait for it.
     lane.send([b"predict", b"", bytes(5_000_000)])
@@ -262,7 +262,7 @@ def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
 def test_an_answer_for_a_daemon_that_has_gone_reaches_nobody(ends: Ends) -> None:
     ends.asked()
     ends.replace(has_lane=True)
-    ends.connection.answer([b"result"])
+    ends.connection.reply([b"result"])
     with ends.waiting(b"next"):
         lane = ends.accept()
         lane.send([b"next"])
@@ -276,5 +276,5 @@ def test_a_lane_that_ends_leaves_the_socket(ends: Ends) -> None:
         lane = ends.accept()
         lane.close()
         ends.tell(b"stop")
-    ends.connection.answer([b"result"])
+    ends.connection.reply([b"result"])
     assert ends.silent()

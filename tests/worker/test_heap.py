@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from weightd.worker.pagesharing.libc import unsupported
+from weightd.worker.pagesharing.libc import unsupported_reason
 
-pytestmark = pytest.mark.skipif(bool(unsupported()), reason="knows the malloc of glibc only")
+pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason="knows the malloc of glibc only")
 
 _BEFORE = """
 import resource

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightd.worker import libraries
-from weightd.worker.libraries import unchanged
+from weightd.worker.libraries import unchanged_mappings
 
 LINES = """\
 1000-3000 r-xp 00000000 fe:00 11 /lib/libone.so.1
@@ -42,7 +42,7 @@ print(before, after)
 
 
 def test_what_can_be_let_go_is_code_and_constants_of_libraries_that_nobody_has_changed() -> None:
-    assert list(unchanged(LINES.splitlines())) == [(0x1000, 0x3000), (0x7000, 0x9000)]
+    assert list(unchanged_mappings(LINES.splitlines())) == [(0x1000, 0x3000), (0x7000, 0x9000)]
 
 
 def test_what_was_let_go_comes_again_when_it_is_used() -> None:
@@ -53,4 +53,4 @@ def test_what_was_let_go_comes_again_when_it_is_used() -> None:
 
 def test_where_the_kernel_does_not_tell_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(libraries, "_SMAPS", str(tmp_path / "none"))
-    libraries.let_go()
+    libraries.drop_unchanged_pages()

@@ -61,7 +61,7 @@ class House:
     @property
     def workspaces(self) -> int:
         """How many lie on the card."""
-        return [each.kind for each in self.host.ledger(0).allocations].count(ledger.WORKSPACE)
+        return [each.kind for each in self.host.card_state(0).allocations].count(ledger.WORKSPACE)
 
     def broken(self, order: object) -> str:
         self.daemon.tell("g", order)
@@ -148,7 +148,7 @@ def test_a_predict_that_fails_is_the_end_of_all(house: House) -> None:
     house.ask(1, X)
     failed, _ = house.daemon.hear("g", Failed)
     assert failed.leaving
-    assert house.daemon.stop("g") == exits.SPOILT
+    assert house.daemon.stop("g") == exits.MODEL_CORRUPTED
 
 
 def test_a_model_that_there_is_not_breaks_the_protocol(house: House) -> None:

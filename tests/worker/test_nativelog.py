@@ -31,7 +31,7 @@ class Cause(Exception):
 
 
 def fail(log: NativeLog, error: Exception, written: bytes) -> None:
-    with log.cause_of(Cause):
+    with log.translate_errors(Cause):
         with contextlib.suppress(OSError):  # it may be closed
             os.write(2, written)
         raise error
@@ -73,7 +73,7 @@ def test_an_exception_of_several_lines_becomes_one(native_log: NativeLogFile) ->
 
 def test_success_and_other_errors_pass(native_log: NativeLogFile) -> None:
     with native_log() as log:
-        with LOG.cause_of(Cause):
+        with LOG.translate_errors(Cause):
             os.write(2, b"E only a complaint\n")
         with pytest.raises(ValueError, match=r"^mine$"):
             fail(LOG, ValueError("mine"), b"E no matter\n")
@@ -111,10 +111,10 @@ def test_lines_of_mindspore_lite(line: str, text: Any) -> None:
 def test_the_log_is_emptied_only_when_it_is_large_and_goes_on_from_the_start(native_log: NativeLogFile) -> None:
     with native_log() as log:
         os.write(2, b"x" * 4 * 1024 * 1024)
-        nativelog.bound()
+        nativelog.truncate_if_too_large()
         assert log.stat().st_size == 4 * 1024 * 1024
         os.write(2, b"y")
-        nativelog.bound()
+        nativelog.truncate_if_too_large()
         assert log.stat().st_size == 0
         assert cause_of(b"E still works\n") == "failed!: still works"
         assert log.read_bytes() == b"E still works\n"
@@ -130,7 +130,7 @@ def test_where_stderr_is_no_file_there_is_no_cause(what: str, native_log: Native
         else:
             os.dup2(null if what == "null" else theirs, 2)
         cause = cause_of(b"E why\n")
-        nativelog.bound()
+        nativelog.truncate_if_too_large()
     for each in (ours, theirs, null):
         os.close(each)
     assert cause == "failed!"

@@ -60,7 +60,7 @@ from weightd.worker.canary import canary
 from weightd.worker.engines.engine import Arrays, Engine, ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom, NotAllowed, NotRun, Spoilt
 from weightd.worker.engines.sharing import Shared
-from weightd.worker.forking.forker import Made, Tell
+from weightd.worker.forking.forker import Made, ReportForked
 from weightd.worker.session import Files, Heirs, Origin, Session
 
 M = TypeVar("M")
@@ -357,7 +357,7 @@ class FakeForker:
     def settle(self) -> None:
         self.settled += 1
 
-    def fork(self, order: Fork, tell: Tell, made: Optional[Made] = None) -> None:
+    def fork(self, order: Fork, tell: ReportForked, made: Optional[Made] = None) -> None:
         self.given.append(made)
         assert tell(Forked(order.name, 11))
 
@@ -499,7 +499,7 @@ def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(n
     begin = -buffer.ctypes.data % 8 + offset
     buffer[begin : begin + len(frame)] = np.frombuffer(frame, np.uint8)
     _, socket = play(engine, [*header, memoryview(cast("Any", buffer))[begin : begin + len(frame)]], STOP)
-    array = engine.asked[0]["x"]
+    array = engine.received_inputs[0]["x"]
     assert array.flags.aligned
     assert array.flags.c_contiguous
     assert array.dtype.isnative
@@ -547,7 +547,7 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     engine = fake(sequence(error, ZEROS, ZEROS))
     orders = (predict(2), BUILD, ATTACH, encode(Settle()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
     assert only(Failed, socket) == Failed(1, "INTERNAL", text, leaving=True)
     assert engine.done == ["predict"]
@@ -570,7 +570,7 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
     status, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == ([] if leaving else [2])
-    assert status == (exits.SPOILT if leaving else exits.OK)
+    assert status == (exits.MODEL_CORRUPTED if leaving else exits.OK)
 
 
 def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
@@ -589,7 +589,7 @@ def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
 
 def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
     status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), None)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
 
 
@@ -599,7 +599,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
     three = np.ones((3, 3), np.float32)
     engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     failed = only(Failed, socket)
     assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", True)
     assert "for a batch of 3" in failed.error
@@ -628,7 +628,7 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
     _, socket = play(engine, *orders, STOP, ahead=ahead, late=late)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == answered
     assert [each.request for each in socket.sent if isinstance(each, Skipped)] == skipped
-    assert len(engine.asked) == len(answered)
+    assert len(engine.received_inputs) == len(answered)
 
 
 def test_orders_that_were_read_ahead_are_obeyed_in_their_order() -> None:
@@ -673,7 +673,7 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     failed = only(Failed, socket)
     assert error in failed.error
     assert (failed.code, failed.leaving) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
-    assert status == (exits.OK if name else exits.SPOILT)
+    assert status == (exits.OK if name else exits.MODEL_CORRUPTED)
 
 
 class Frame(bytearray):
@@ -690,7 +690,7 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
 
     def rest(_: Session) -> None:
         # What a test of the engine is kept for.
-        engine.asked.clear()
+        engine.received_inputs.clear()
         rests.append(there() is not None)
 
     monkeypatch.setattr(Session, "_rest", rest)
@@ -761,9 +761,9 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
     status, socket = play(engine, *together(*parts), *together(*parts, rows=6), *together(*parts, rows=6), STOP)
     assert status == exits.OK
     assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
-    assert [each["x"][:, 0].tolist() for each in engine.asked] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
+    assert [each["x"][:, 0].tolist() for each in engine.received_inputs] == [[1, 2, 3, 4], *[[1, 2, 3, 4, 4, 4]] * 2]
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [1, 2, 3] * 3
-    assert socket.together == [3, 3, 3]
+    assert socket.reply_counts == [3, 3, 3]
 
 
 def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() -> None:
@@ -789,7 +789,7 @@ def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_
     error: Exception,
 ) -> None:
     status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     failed = only(Failed, socket)
     assert (failed.request, failed.leaving, socket.sent[1:]) == (1, True, [failed])
 
@@ -809,13 +809,13 @@ def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_
     assert status == exits.OK
     assert only(Unequal, socket).note == "output y has shape [1, 3] for 2 rows"
     assert [*answers(socket)] == [1, 2, 3, 4]
-    assert len(engine.asked) == 1 + 2 + 2
+    assert len(engine.received_inputs) == 1 + 2 + 2
 
 
 def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
     engine = fake()
     _, socket = play(engine, *together(of_rows(1, 5), rows=4), STOP)
-    assert (answers(socket), engine.asked[0]["x"].shape) == ({1: [10]}, (4, 3))
+    assert (answers(socket), engine.received_inputs[0]["x"].shape) == ({1: [10]}, (4, 3))
     _, socket = play(fake(sequence(InvalidArgument("no"))), *together(of_rows(1, 5), rows=4), STOP)
     assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
     _, socket = play(fake(sequence(ONES)), *together(of_rows(1, 5), rows=4), STOP)
@@ -832,7 +832,7 @@ def test_a_part_is_taken_back_until_its_job_begins() -> None:
         _, socket = play(engine, ATTACH, *orders, STOP, ahead=len(orders))
         assert (only(Skipped, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
         # As it comes for the first time, they are also run alone.
-        assert [each["x"][:, 0].tolist() for each in engine.asked[-3:]] == [[1, 3], [1], [3]]
+        assert [each["x"][:, 0].tolist() for each in engine.received_inputs[-3:]] == [[1, 3], [1], [3]]
     # All of one job, of which one has not come yet; and of another.
     orders = [*together(*parts[:2]), *together(*parts[2:])]
     orders[2:2] = [skip(1)]
@@ -884,12 +884,12 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
         engine = fake(answer)
         _, socket = play(engine, order, *job, STOP)
         assert [type(each) for each in socket.sent] == [Hello, *told, Result, Result]
-        assert [len(each["x"]) for each in engine.asked[4:]] == runs
+        assert [len(each["x"]) for each in engine.received_inputs[4:]] == runs
     # What was forked from a template has been told with it.
-    made = Origin("template", made=Made(fake(), SHA256, 5))
+    made = Origin("template", inherited_model=Made(fake(), SHA256, 5))
     engine = fake()
     play(engine, attach, STOP, origin=made)
-    assert len(engine.asked) == 2
+    assert len(engine.received_inputs) == 2
 
 
 def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready() -> None:
@@ -919,7 +919,7 @@ def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> Non
         expected = {1: [2], 2: [10]} if exact else {1: [3], 2: [11]}
         assert answers(socket) == {**expected, 3: [2], 4: [4]}
         assert [type(each) for each in socket.sent].count(Unequal) == exact
-        assert [len(each["x"]) for each in engine.asked[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
+        assert [len(each["x"]) for each in engine.received_inputs[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
 
 
 def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together() -> None:
@@ -941,7 +941,7 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
     # Of the first job: all, each alone, those of 8 without others, then one by one as the answers; of the second one
     # those of 7 and 9, which come in this form for the first time, and that of 8; of the third one those of 7 and 9,
     # whose form has come before.
-    assert [len(each["x"]) for each in engine.asked[4:]] == [3, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 2]
+    assert [len(each["x"]) for each in engine.received_inputs[4:]] == [3, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 2]
     # A part that is taken back is nobody's.
     skipped = job(1, 5, 1, 2, parties=(8, 7, 9))
     engine = fake(fives)
@@ -957,7 +957,7 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
     parts = [of_rows(number, *values) for number, values in enumerate([(1,), (2, np.nan), (np.inf,), (-0.0,)], 1)]
     _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact, found=rows)), *together(*parts), STOP)
     assert sorted(answers(socket)) == [1, 2, 3, 4]
-    asked = [each["x"][:, 0].tolist() for each in engine.asked if len(each["x"]) > 1 or exact][-5:]
+    asked = [each["x"][:, 0].tolist() for each in engine.received_inputs if len(each["x"]) > 1 or exact][-5:]
     if exact:
         # The form of the others comes for the first time: each is run alone, too.
         expected = [["1.0", "inf"], ["1.0"], ["inf"], ["2.0", "nan"], ["-0.0"]]
@@ -996,7 +996,7 @@ def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pyt
     engine = fake()
     job = together(predict(1), predict(2))
     _, socket = play(engine, ATTACH, *job, *together(predict(3), predict(4), predict(5)), STOP)
-    assert [len(each["x"]) for each in engine.asked[4:]] == [2, 1, 1, 1, 1, 1]
+    assert [len(each["x"]) for each in engine.received_inputs[4:]] == [2, 1, 1, 1, 1, 1]
     assert [*answers(socket)] == [1, 2, 3, 4, 5]
 
 
@@ -1011,7 +1011,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
     assert status == exits.OK
     assert [type(each) for each in socket.sent[2:]] == [*[Result] * 6, Unequal, *[Result] * 2]
-    sizes = [len(each["x"]) for each in engine.asked[4:]]
+    sizes = [len(each["x"]) for each in engine.received_inputs[4:]]
     assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
     # The engine may fail with it: then it is of no use.
     left = [8]

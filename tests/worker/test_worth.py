@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightd.worker.worth import COSTS, is_worth
+from weightd.worker.worth import HOLDER_COST_BYTES, is_holder_worthwhile
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from weightd.worker.worth import COSTS, is_worth
     ],
 )
 def test_a_holder_is_worth_what_it_saves(mib: int, users: int, origin: str, worth: bool) -> None:
-    assert is_worth(mib << 20, users, COSTS[origin]) is worth
+    assert is_holder_worthwhile(mib << 20, users, HOLDER_COST_BYTES[origin]) is worth

@@ -68,7 +68,7 @@ def test_a_port_may_stay_taken_for_a_while(first: Program, host: Host, start: St
     host.switch(port_linger=100.0)
     first.kill()
     assert "EI0019" in beside(start, cut, table)
-    assert host.ledger().used == 0
+    assert host.card_state().used == 0
 
 
 def test_a_port_comes_free_with_the_last_model(first: Program, start: Start, cut: Slices, table: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_communicator_takes_two_buffers_of_each_card(world: World, host: Host,
     """hccl HCCL_BUFFSIZE.md: 200 MB unless told otherwise, in each direction."""
     connected(world, cut, x, HCCL_BUFFSIZE="50")
     for card in (0, 1):
-        [buffers] = [each for each in host.ledger(card).allocations if each.kind == ledger.BUFFERS]
+        [buffers] = [each for each in host.card_state(card).allocations if each.kind == ledger.BUFFERS]
         assert buffers.bytes == 100 * MIB
 
 
@@ -89,7 +89,7 @@ def test_a_card_that_is_full_shows_at_the_first_predict(world: World, host: Host
     first, _ = world()
     assert first.refusal("predict(x)", x=x).text == "predict failed!"
     assert "207001" in first.errors()[-2]
-    assert [each.kind for each in host.ledger().allocations] == [ledger.CONTEXT]
+    assert [each.kind for each in host.card_state().allocations] == [ledger.CONTEXT]
 
 
 def test_a_world_that_ended_leaves_nothing_and_another_takes_its_place(
@@ -97,7 +97,7 @@ def test_a_world_that_ended_leaves_nothing_and_another_takes_its_place(
 ) -> None:
     for program in connected(world, cut, x):
         program.kill()
-    assert (host.ledger(0).used, host.ledger(1).used) == (0, 0)
+    assert (host.card_state(0).used, host.card_state(1).used) == (0, 0)
     connected(world, cut, x)
 
 

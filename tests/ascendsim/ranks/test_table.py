@@ -226,7 +226,7 @@ def test_device_ids_are_those_of_the_host(start: Start, host: Host, tmp_path: Pa
     cut, table = ranks.mlp(tmp_path / "slices"), ranks.table(tmp_path / "t.json", [1, 0])
     build = "rank(path, table, 0, device=0)"
     start(ASCEND_RT_VISIBLE_DEVICES="1").do(build, path=cut.paths[0], table=table)
-    assert host.ledger(1).processes
+    assert host.card_state(1).processes
     assert "EI0014" in errors_of(start(), build, path=cut.paths[0], table=table)[-1]
 
 

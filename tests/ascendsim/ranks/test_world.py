@@ -43,10 +43,10 @@ def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_a
 ) -> None:
     """hcom_plugin.cc:207 and hcom.cc:70: local checks only; ge_graph_executor.cc:1352: loaded at the first predict."""
     programs = world()
-    assert [each.kind for each in host.ledger().allocations] == [ledger.CONTEXT]
+    assert [each.kind for each in host.card_state().allocations] == [ledger.CONTEXT]
     assert_right(programs, cut, x)
     kinds = {ledger.CONTEXT, ledger.PRIVATE_WEIGHTS, ledger.WORKSPACE, ledger.BUFFERS}
-    assert {each.kind for each in host.ledger().allocations} == kinds
+    assert {each.kind for each in host.card_state().allocations} == kinds
 
 
 def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_path: Path, cut: Slices, x: Any) -> None:
@@ -77,7 +77,7 @@ def test_two_models_of_a_rank_share_weights_communicator_and_buffers(
         for program in programs:
             program.do(f"lib.model = both[{number}]")
         assert_right(programs, cut, x[: (1, 3)[number]])
-    kinds = [each.kind for each in host.ledger().allocations]
+    kinds = [each.kind for each in host.card_state().allocations]
     assert (host.copies_of_weights(), kinds.count(ledger.BUFFERS)) == (1, 1)
 
 
@@ -261,7 +261,7 @@ def test_the_options_of_the_first_model_count(start: Start, host: Host, cut: Sli
     assert "has been initialized, skip" in program.log()
     assert program.refusal("predict(x)", x=x).text == "predict failed!"
     assert "EI0004" in program.errors()[-2]
-    assert host.ledger(1).used == 0
+    assert host.card_state(1).used == 0
 
 
 def test_a_process_has_hccl_once(start: Start, cut: Slices, table: Path) -> None:

@@ -47,12 +47,12 @@ class Service(testkit.manager.Manager):
 
     def start(self, config: DaemonConfig, *more: int) -> Keeping:
         """The next daemon, which is passed these descriptors, too."""
-        self.hear_out()
+        self.drain_notifications()
         manager = Manager({**self._environment})
-        manager.inherited = {SHIM: [os.dup(self.kept[SHIM]), *more]} if self.kept else {}
+        manager.inherited = {SHIM: [os.dup(self.stored_fds[SHIM]), *more]} if self.stored_fds else {}
         made = Keeping(manager, config)
         self.keepers.add(made.pid)
-        self.hear_out()
+        self.drain_notifications()
         return made
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
     # What other generations have there is still theirs.
     assert (config.private_dir / "m.1").exists()
-    service.hear_out()
+    service.drain_notifications()
     handover.write(daemon.handover_path, [], [])
     daemon.close()
     following = service.start(config)

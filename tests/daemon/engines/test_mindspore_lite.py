@@ -45,7 +45,7 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 def test_a_worker_takes_what_the_daemon_has() -> None:
     assert describe_fields(MindSporeLiteOptions) == describe_fields(Options)
-    told = Options.of(json.loads(options(**ALL).to_json()))
+    told = Options.from_mapping(json.loads(options(**ALL).to_json()))
     assert dataclasses.asdict(told) == dataclasses.asdict(options(**ALL))
     assert all(getattr(told, key) != getattr(Options(), key) for key in ALL), "each is tried with another value"
 

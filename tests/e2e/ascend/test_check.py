@@ -59,7 +59,7 @@ def test_a_model_is_loaded_on_its_card(
         log = process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == status, log
     assert text in log
-    assert cards.host.ledger().used == 0
+    assert cards.host.card_state().used == 0
     assert children_of(cards.directory) == set()
     assert left(process.pid) == []
 

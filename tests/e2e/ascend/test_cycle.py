@@ -34,7 +34,7 @@ def client(service: Service) -> Iterator[Client]:
 
 def test_the_weights_are_on_each_card_once(cards: Cards, service: Service) -> None:
     for index in range(2):
-        card = cards.host.ledger(index)
+        card = cards.host.card_state(index)
         [weights] = [each for each in card.allocations if "weights" in each.kind]
         assert (weights.kind, len(weights.importers), len(card.processes)) == ("weights", 2, 3)
         # The driver's pids are not this machine's.
@@ -45,7 +45,7 @@ def test_the_weights_are_on_each_card_once(cards: Cards, service: Service) -> No
 
 
 def test_status_shows_what_the_card_has(cards: Cards, service: Service) -> None:
-    card, told = cards.host.ledger(0), device(service)
+    card, told = cards.host.card_state(0), device(service)
     weights = sum(each.bytes for each in card.allocations if each.kind == "weights")
     assert (told.weights_bytes, told.processes, told.max_processes) == (weights, 3, 63)
     assert told.saved_bytes == weights
@@ -112,4 +112,4 @@ def test_a_bad_new_model_leaves_the_old_one_serving(cards: Cards, service: Servi
 def test_at_the_end_nothing_is_left_on_a_card(cards: Cards, service: Service) -> None:
     """Ends the service: no test may follow."""
     assert service.stop() == 0
-    assert [cards.host.ledger(index).allocations for index in range(2)] == [(), ()]
+    assert [cards.host.card_state(index).allocations for index in range(2)] == [(), ()]

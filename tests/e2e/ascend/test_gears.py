@@ -21,7 +21,7 @@ DEVICES = ["ascend:0", "ascend:1"]
 
 def table(cards: Cards, name: str, sizes: Sequence[int], *, told: bool = False, **more: object) -> dict[str, object]:
     """Return that of a model whose graph exists for 2 and for 8 rows, of which the converter may have `told`."""
-    path = models.mlp(cards.directory / f"{name}.mindir", width=WIDTH, gears=(2, 8), told=told)
+    path = models.mlp(cards.directory / f"{name}.mindir", width=WIDTH, gears=(2, 8), has_gear_info=told)
     return on_card(path, **{"workers": 1, "spares": 0, "batching": {"sizes": sizes}, **more})
 
 

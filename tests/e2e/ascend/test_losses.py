@@ -166,4 +166,4 @@ def test_a_build_that_crashes_harms_no_other_model(tmp_path: Path) -> None:
         assert "killed by SIGSEGV" in cause
         assert "Ascend custom operator path not found" in cause, "the end of the native log"
         ask_all(client, "good", questions(cards.model))
-        until(lambda: cards.host.ledger(0).allocations == (), "nothing is left on the card")
+        until(lambda: cards.host.card_state(0).allocations == (), "nothing is left on the card")

@@ -16,7 +16,7 @@ import numpy as np
 from targets.reader import Reader
 from weightd.worker.pagesharing import Unavailable, store
 from weightd.worker.pagesharing.libc import PAGE, libc
-from weightd.worker.pagesharing.runs import match
+from weightd.worker.pagesharing.runs import find_matches
 from weightd.worker.pagesharing.store import OpenStore
 
 FITTING = 1
@@ -91,11 +91,11 @@ def _check_file(path: str, fd: int, own_pages: bytes) -> None:
         _check_refusal(str(error))
     else:
         try:
-            assert os.fstat(fd).st_size == PAGE + opened.pages * (PAGE + 8)
-            hashes = opened.hashes()
+            assert os.fstat(fd).st_size == PAGE + opened.page_count * (PAGE + 8)
+            hashes = opened.read_hashes()
         finally:
             opened.close()
-        assert hashes.tobytes() == os.pread(fd, opened.pages * 8, PAGE + opened.pages * PAGE)
+        assert hashes.tobytes() == os.pread(fd, opened.page_count * 8, PAGE + opened.page_count * PAGE)
         _check_runs(hashes, own_pages)
     assert _open_files() == open_files
 
@@ -113,11 +113,11 @@ def _check_runs(stored: np.ndarray[tuple[int], np.dtype[np.uint64]], own_pages: 
         addresses.append((addresses[-1] if addresses else 0) + PAGE * (1 + (each >> 7)))
         hashes.append(int(stored[each & 127]) if each & 127 < len(stored) else each)
     at = 0
-    for run in match(np.array(addresses, dtype=np.uint64), np.array(hashes, dtype=np.uint64), stored, PAGE):
+    for run in find_matches(np.array(addresses, dtype=np.uint64), np.array(hashes, dtype=np.uint64), stored, PAGE):
         index = addresses.index(run.address)
         assert index >= at
-        at = index + run.pages
-        assert run.pages > 0
-        assert 0 <= run.first <= len(stored) - run.pages
-        assert addresses[index:at] == [run.address + PAGE * page for page in range(run.pages)]
-        assert hashes[index:at] == stored[run.first : run.first + run.pages].tolist()
+        at = index + run.page_count
+        assert run.page_count > 0
+        assert 0 <= run.first_page <= len(stored) - run.page_count
+        assert addresses[index:at] == [run.address + PAGE * page for page in range(run.page_count)]
+        assert hashes[index:at] == stored[run.first_page : run.first_page + run.page_count].tolist()

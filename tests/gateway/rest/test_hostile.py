@@ -87,7 +87,7 @@ def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
         connection.sendall(request)
         seats = gateway.gateway.service.seats
         until(lambda: not seats.taken and seats.taken_bytes > 4_000_000, "the answer waits to be read")
-        until(lambda: not len(gateway.crowd), "it is hung up")
+        until(lambda: not len(gateway.connections), "it is hung up")
         until(lambda: not seats.taken_bytes, "nothing is kept of it")
 
 
@@ -96,10 +96,10 @@ def test_who_asks_for_much_that_is_small_and_reads_nothing_goes(fake: FakeDaemon
     with HttpGateway(fake.address, settings) as gateway, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", gateway.port))
-        until(lambda: len(gateway.crowd) == 1, "it is there")
+        until(lambda: len(gateway.connections) == 1, "it is there")
         # Answers of 40 MB, if they were all kept.
         connection.sendall(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
-        until(lambda: not len(gateway.crowd), "it is hung up")
+        until(lambda: not len(gateway.connections), "it is hung up")
 
 
 def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
@@ -111,7 +111,7 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
             asking.sendall(INFER)
             assert asking.recv(65536).startswith(b"HTTP/1.1 200")
         assert gateway.ask("GET", "/v2")[0] == 200
-        assert len(gateway.crowd) <= 500
+        assert len(gateway.connections) <= 500
         # Who came last is still there.
         idle.sendall(INFER)
         assert idle.recv(65536).startswith(b"HTTP/1.1 200")

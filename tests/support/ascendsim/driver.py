@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Dict, Generator, List, Sequence, Tuple
 
 from ascendsim import ledger, process
-from ascendsim.ledger import GRANULE, MIB, Ledger, Memory, Store
+from ascendsim.ledger import GRANULE, MIB, DriverState, Memory, Store
 from ascendsim.switches import Switches, read
 
 INVALID_PARAM = 107000
@@ -211,7 +211,7 @@ class Driver:
         if self.is_inherited():
             raise self._refusal(DRIVER_ERROR, "ACL was used before the fork")
 
-    def _exported(self, entries: Ledger, handle: int) -> Memory:
+    def _exported(self, entries: DriverState, handle: int) -> Memory:
         try:
             memory = entries.find(handle=handle)
         except LookupError:
@@ -238,7 +238,7 @@ class Driver:
         if reason:
             raise self._refusal(DRIVER_ERROR, reason)
 
-    def _take(self, entries: Ledger, switches: Switches, device: int, size: int, kind: str) -> Memory:
+    def _take(self, entries: DriverState, switches: Switches, device: int, size: int, kind: str) -> Memory:
         rounded = -(-size // GRANULE) * GRANULE
         device = self._cards[device]
         if entries.used(device) + rounded > switches.capacity_mib * MIB:
@@ -253,7 +253,7 @@ class Driver:
         return AclError(code, reason)
 
     @contextlib.contextmanager
-    def _open(self) -> Generator[Tuple[Ledger, Switches], None, None]:
+    def _open(self) -> Generator[Tuple[DriverState, Switches], None, None]:
         self._check_fork()
         token = self._identity.token
         with self._store.open(token) as (entries, switches):

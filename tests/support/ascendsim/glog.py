@@ -7,21 +7,21 @@ import threading
 import time
 
 
-def _log(level: str, place: str, function: str, text: str) -> None:
+def _log(level: str, source_file: str, function: str, text: str) -> None:
     """Write one line; `place` is the vendor's file and line, below mindspore-lite/src/."""
     seconds = time.time()
     clock = time.strftime("%Y-%m-%d-%H:%M:%S", time.gmtime(seconds))
     fraction = f"{int(seconds * 1e6) % 1_000_000:06d}"
     head = f"[{level}] ME({os.getpid()},{threading.get_ident():x},python):"
     when = f"{clock}.{fraction[:3]}.{fraction[3:]}"
-    os.write(2, f"{head}{when} [mindspore-lite/src/{place}] {function}] {text}\n".encode())
+    os.write(2, f"{head}{when} [mindspore-lite/src/{source_file}] {function}] {text}\n".encode())
 
 
-def error(place: str, function: str, text: str) -> None:
+def error(source_file: str, function: str, text: str) -> None:
     """Write one line of an error."""
-    _log("ERROR", place, function, text)
+    _log("ERROR", source_file, function, text)
 
 
-def warning(place: str, function: str, text: str) -> None:
+def warning(source_file: str, function: str, text: str) -> None:
     """Write one line of a warning."""
-    _log("WARNING", place, function, text)
+    _log("WARNING", source_file, function, text)

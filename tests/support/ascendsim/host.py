@@ -63,7 +63,7 @@ class Host:
         """Let all go well again."""
         self.switch(faults=())
 
-    def ledger(self, device: int = 0) -> ledger.Card:
+    def card_state(self, device: int = 0) -> ledger.Card:
         """What a card's memory holds now. Whatever belonged to a process that has ended is gone."""
         with self._store.open() as (entries, values):
             capacity = values.capacity_mib * ledger.MIB
@@ -71,7 +71,7 @@ class Host:
 
     def copies_of_weights(self, device: int = 0) -> int:
         """How often weights lie on a card, shared or private."""
-        kinds = [each.kind for each in self.ledger(device).allocations]
+        kinds = [each.kind for each in self.card_state(device).allocations]
         return kinds.count(ledger.WEIGHTS) + kinds.count(ledger.PRIVATE_WEIGHTS)
 
     def count(self, operation: str) -> int:

@@ -86,7 +86,7 @@ class Port:
 
 
 @dataclasses.dataclass
-class Ledger:
+class DriverState:
     """Everything that the driver remembers; `members` are the tokens of the processes that it knows."""
 
     numbers: int
@@ -128,7 +128,7 @@ class Store:
         self._directory = directory
 
     @contextlib.contextmanager
-    def open(self, self_token: str = "") -> Generator[Tuple[Ledger, Switches], None, None]:
+    def open(self, self_token: str = "") -> Generator[Tuple[DriverState, Switches], None, None]:
         """Read the ledger, let the block change it, write it; a block that raises has still changed it."""
         with (self._directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -136,12 +136,12 @@ class Store:
             # Two files: a process that is killed while it writes loses only that. Replacing a file instead would be
             # simpler, but stalls for long on a file system that has much to do.
             (_, _, older), (version, before, _) = sorted(map(_page, (self._directory / "0", self._directory / "1")))
-            ledger = _from_json(before)
-            self._reap(ledger, switches, self_token)
+            state = _from_json(before)
+            self._reap(state, switches, self_token)
             try:
-                yield ledger, switches
+                yield state, switches
             finally:
-                after = json.dumps(ledger, default=vars)
+                after = json.dumps(state, default=vars)
                 if after != before:
                     _write_page(older, version + 1, after)
 
@@ -149,7 +149,7 @@ class Store:
         """The file that is the memory's content."""
         return self._directory / "memory" / str(memory.number)
 
-    def release(self, ledger: Ledger, memory: Memory, token: str, switches: Switches) -> None:
+    def release(self, state: DriverState, memory: Memory, token: str, switches: Switches) -> None:
         """The process of `token` lets go of a piece that it owns or has imported."""
         if memory.owner == token:
             memory.owned = False
@@ -158,7 +158,7 @@ class Store:
         if token in memory.importers:
             memory.importers.remove(token)
         if not memory.owned and not memory.importers:
-            ledger.memory.remove(memory)
+            state.memory.remove(memory)
             if memory.kind == WEIGHTS:
                 self.file(memory).unlink()
 
@@ -174,22 +174,22 @@ class Store:
             with self.file(memory).open("r+b") as file:
                 file.write(os.urandom(min(memory.bytes, GRANULE)))
 
-    def _reap(self, ledger: Ledger, switches: Switches, self_token: str) -> None:
-        for token in list(ledger.members):
+    def _reap(self, state: DriverState, switches: Switches, self_token: str) -> None:
+        for token in list(state.members):
             if token == self_token or process.is_alive(self._directory, token):
                 continue
-            for memory in list(ledger.memory):
+            for memory in list(state.memory):
                 if token in memory.importers:
                     # v2: a pid leaves the list when a process that imported exits.
                     memory.listed.pop(str(process.pid_of(token)), None)
                 if memory.owner == token or token in memory.importers:
-                    self.release(ledger, memory, token, switches)
-            for port in ledger.ports:
+                    self.release(state, memory, token, switches)
+            for port in state.ports:
                 if port.owner == token and not port.until:
                     port.until = process.now() + switches.port_linger
-            ledger.members.remove(token)
+            state.members.remove(token)
             process.bury(self._directory, token)
-        ledger.ports = [each for each in ledger.ports if not each.until or process.now() < each.until]
+        state.ports = [each for each in state.ports if not each.until or process.now() < each.until]
 
 
 _HEAD = struct.Struct("<QQI")  # which version it is, the bytes of the text, and their sum
@@ -215,8 +215,8 @@ def _write_page(file: Path, version: int, text: str) -> None:
         os.close(descriptor)
 
 
-def _from_json(text: str) -> Ledger:
+def _from_json(text: str) -> DriverState:
     values: Dict[str, Any] = json.loads(text)
     memory = [Memory(**each) for each in values.get("memory", [])]
     ports = [Port(**each) for each in values.get("ports", [])]
-    return Ledger(values.get("numbers", 0), values.get("members", []), memory, values.get("counters", {}), ports)
+    return DriverState(values.get("numbers", 0), values.get("members", []), memory, values.get("counters", {}), ports)

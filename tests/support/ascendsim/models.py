@@ -26,7 +26,7 @@ def mlp(
     key: bytes = b"",
     dtype: str = "FLOAT32",
     gears: Sequence[int] = (),
-    told: bool = False,
+    has_gear_info: bool = False,
     exported: bool = False,
     workspace_mib: int = 0,
 ) -> Path:
@@ -53,7 +53,7 @@ def mlp(
     shape = [-1 if batch is None else batch, width]
     specs = [TensorSpec("x", shape, dtype)], [TensorSpec("y", shape, dtype)]
     size = size_mib * _MIB or weights.nbytes
-    recorded = (";".join(map(str, gears)), f"x:-1,{width}") if told else ("", "")
+    recorded = (";".join(map(str, gears)), f"x:-1,{width}") if has_gear_info else ("", "")
     model = ModelFile(
         "mlp", layers, width, *specs, size, bundle, weights.tobytes(), _batches(gears), *recorded, exported
     )

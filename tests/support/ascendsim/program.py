@@ -45,7 +45,7 @@ class Died(Exception):
     """The program ended without an answer; the text has its status, negative for a signal."""
 
 
-class Nursery:
+class ProgramForkServer:
     """Starts programs, and ends them all after the block.
 
     Args:
@@ -55,7 +55,7 @@ class Nursery:
     def __init__(self, *imported: str) -> None:
         self._imported = imported
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ProgramForkServer:
         self._directory = tempfile.TemporaryDirectory(prefix="asim-", dir="/tmp")
         self._programs: List[Program] = []
         path = os.pathsep.join([str(_CHILD.with_name("path")), *filter(None, sys.path)])
@@ -115,15 +115,15 @@ class Nursery:
 class Forked:
     """A process of a nursery, with what tests use of a Popen. `pid` is its number for itself, not the driver's."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, fork_server: ProgramForkServer, pid: int) -> None:
         self.pid = pid
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._status: Optional[int] = None
 
     def wait(self, _limit: float = 0) -> int:
         """Wait for its end; return its status, negative for a signal."""
         if self._status is None:
-            self._status = self._nursery.ask(self.pid)
+            self._status = self._fork_server.ask(self.pid)
         return self._status
 
     def kill(self, number: int = signal.SIGKILL) -> int:
@@ -136,8 +136,8 @@ class Forked:
 class Program(Forked):
     """One program; the driver's number for it is what its "pid()" gives."""
 
-    def __init__(self, nursery: Nursery, pid: int, connection: socket.socket, log: Path) -> None:
-        super().__init__(nursery, pid)
+    def __init__(self, fork_server: ProgramForkServer, pid: int, connection: socket.socket, log: Path) -> None:
+        super().__init__(fork_server, pid)
         self._connection = connection
         self._stream = connection.makefile("rwb")
         self._log = log

@@ -55,13 +55,13 @@ class Library:
         handle: str = "",
         options: Any = None,
         config: Optional[Sections] = None,
-        **place: Any,
+        **placement: Any,
     ) -> str:
         """Build a new model; return the handle that it exports. `config` has sections, to which the keys are added."""
         keys = {"shareable_weight_pid_list": pids, "shareable_weight_mem_handle": handle}
         section = {key: value for key, value in keys.items() if value}
         self.model = ms_any.Model()
-        where = self.context(**place)
+        where = self.context(**placement)
         sections = with_section(config, section)
         self.model.build_from_file(str(path), ms_any.ModelType.MINDIR, where, config_dict=sections, **(options or {}))
         exported: str = self.model.get_model_info("shareable_weight_mem_handle")

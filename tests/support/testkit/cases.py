@@ -21,4 +21,4 @@ def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
 
 def found(engine: Engine, rebuild: Callable[[], None]) -> Canary:
     """The canary that a holder finds which knows nothing."""
-    return search.find(engine, Build(()), rebuild, lambda trying, unfit: None)
+    return search.find_selftest(engine, Build(()), rebuild, lambda trying, unfit: None)

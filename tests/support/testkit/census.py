@@ -6,22 +6,22 @@ import os
 from pathlib import Path
 from typing import Dict, Iterable, List, Mapping
 
-KEEPER = b"launchers.keeper import process"
+SHIM_MARK = b"launchers.keeper import process"
 
 # What the command line or the name of a process that is no model's shows it to be; the first that fits.
 _ROLES: Mapping[str, str] = {
     "weightd.worker.forkserver": "fork server",
-    KEEPER.decode(): "keeper",
+    SHIM_MARK.decode(): "keeper",
     "weightd.daemon.children.snapshotter": "snapshotter",
     "name gate ": "gate",
     "name weightd-zygote": "zygote",
 }
 
 
-def keepers(directory: Path) -> List[int]:
+def shims(directory: Path) -> List[int]:
     """Return the keepers that have this private directory; the daemon that has started one may be gone."""
     there = os.fsencode(directory)
-    return [pid for pid in _pids() if there in _command(pid) and KEEPER in _command(pid)]
+    return [pid for pid in _pids() if there in _command(pid) and SHIM_MARK in _command(pid)]
 
 
 def families(roots: Iterable[int]) -> List[int]:

@@ -25,7 +25,7 @@ class FakeEngine(Engine, Sharing):
         self.answer = answer
         self.fails: Dict[str, Exception] = {}
         self.done: List[str] = []
-        self.asked: List[Arrays] = []
+        self.received_inputs: List[Arrays] = []
         self._signature = signature
         self._gears = gears
 
@@ -46,7 +46,7 @@ class FakeEngine(Engine, Sharing):
         self._do("attach", handle)
         return Shared(handle, 900, "less")
 
-    def settle(self, handle: str) -> None:
+    def trim_store(self, handle: str) -> None:
         self._do("settle", handle)
 
     def allow(self, pids: Sequence[str]) -> None:
@@ -55,10 +55,10 @@ class FakeEngine(Engine, Sharing):
     def update_weights(self, weights: Arrays) -> None:
         self._do("update", ",".join(weights))
 
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         self.done.append("give back")
 
-    def discard(self) -> None:
+    def discard_model(self) -> None:
         self.done.append("discard")
 
     def memory(self) -> Optional[DeviceMemory]:
@@ -74,7 +74,7 @@ class FakeEngine(Engine, Sharing):
 
     def predict(self, inputs: Arrays) -> Arrays:
         self.done.append("predict")
-        self.asked.append(inputs)
+        self.received_inputs.append(inputs)
         # As libraries do, numpy warns of special values only if it is told to.
         with np.errstate(all="ignore"):
             return self.answer(inputs)

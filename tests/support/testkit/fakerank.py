@@ -23,20 +23,20 @@ class FakeRank(RankEngine):
         self.answer = answer
         self.fails: Dict[str, Exception] = {}
         self.done: List[str] = []
-        self.asked: List[Arrays] = []
+        self.received_inputs: List[Arrays] = []
         self._signature = signature
 
     def versions(self) -> Mapping[str, str]:
         return {"fake": "1.2"}
 
-    def enter(self) -> None:
+    def join_group(self) -> None:
         self._do("enter")
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
         self._do("load", f"{path} {dict(options)}")
         return self._signature
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         self._do("leave")
 
     def memory(self) -> Optional[DeviceMemory]:
@@ -44,7 +44,7 @@ class FakeRank(RankEngine):
 
     def predict(self, inputs: Arrays) -> Arrays:
         self._do("predict")
-        self.asked.append(inputs)
+        self.received_inputs.append(inputs)
         return self.answer(inputs)
 
     def _do(self, step: str, what: str = "") -> None:

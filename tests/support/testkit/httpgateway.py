@@ -56,8 +56,8 @@ class HttpGateway:
 
     def __enter__(self) -> HttpGateway:
         self._thread.start()
-        told = self.run(self._rest.start())
-        self.port = int(told[0].rpartition(":")[2]) if told and "unix:" not in told[0] else 0
+        addresses = self.run(self._rest.start())
+        self.port = int(addresses[0].rpartition(":")[2]) if addresses and "unix:" not in addresses[0] else 0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class HttpGateway:
         self._loop.close()
 
     @property
-    def crowd(self) -> Crowd:
+    def connections(self) -> Crowd:
         """All connections."""
         return self._rest.crowd
 

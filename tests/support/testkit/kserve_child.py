@@ -20,12 +20,12 @@ async def main() -> None:
     """Ask all that these clients can, by both ways."""
     http, grpc, model = sys.argv[1:]
     x = np.array(json.load(sys.stdin), np.float32)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rest = InferenceRESTClient(RESTConfig(protocol="v2"))
     for name, binary in (("json", False), ("binary", True)):
         answer = await rest.infer(http, _request(model, x, binary=binary), model)
-        told[name] = _values(answer)
-    told["rest"] = [
+        results[name] = _values(answer)
+    results["rest"] = [
         await rest.is_server_live(http),
         await rest.is_server_ready(http),
         await rest.is_model_ready(http, model),
@@ -33,10 +33,10 @@ async def main() -> None:
     await rest.close()
     client = InferenceGRPCClient(grpc)
     for name, binary in (("typed", False), ("raw", True)):
-        told[name] = _values(await client.infer(_request(model, x, binary=binary)))
-    told["grpc"] = [await client.is_server_live(), await client.is_server_ready(), await client.is_model_ready(model)]
+        results[name] = _values(await client.infer(_request(model, x, binary=binary)))
+    results["grpc"] = [await client.is_server_live(), await client.is_server_ready(), await client.is_model_ready(model)]
     await client.close()
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def _request(model: str, x: Any, *, binary: bool) -> InferRequest:

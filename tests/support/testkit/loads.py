@@ -44,7 +44,7 @@ OK = "OK"
 WRONG = "WRONG"
 
 # Seconds that an answer of a gateway may take.
-_ASKED_S = 30.0
+_ANSWER_TIMEOUT_S = 30.0
 
 # A close that takes longer than this waits for the peer of the socket.
 _CLOSE_S = 1.0
@@ -85,7 +85,7 @@ STORMS: Mapping[str, Callable[[str, str], Any]] = {
 }
 
 
-class Asked(NamedTuple):
+class LoadResult(NamedTuple):
     """What became of requests.
 
     Attributes:
@@ -100,14 +100,14 @@ class Asked(NamedTuple):
 
 
 def ask(
-    hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, least: int = 3
-) -> Asked:
+    hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays], seconds: float, min_count: int = 3
+) -> LoadResult:
     """Ask one request at a time for so long, and so many at least; each must have its answer bit by bit."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
     begin = time.perf_counter()
     number = 0
-    while number < least or time.perf_counter() - begin < seconds:
+    while number < min_count or time.perf_counter() - begin < seconds:
         index = number % len(inputs)
         number += 1
         sent = time.perf_counter()
@@ -118,7 +118,7 @@ def ask(
             continue
         took.append(time.perf_counter() - sent)
         outcomes[OK if _same(answer, answers[index]) else WRONG] += 1
-    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+    return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
 def at_once(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING) -> List[str]:
@@ -132,7 +132,7 @@ def hold(hands: Hands, model: str, inputs: Sequence[Arrays], options: Mapping[st
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     # Messages of one connection are handled in their order.
     hands.client.server()
-    hands.tell("begun")
+    hands.report("begun")
     return [_end_of(each, with_text=True) for each in pending]
 
 
@@ -153,7 +153,7 @@ def time_of(hands: Hands, model: str, inputs: Arrays, count: int) -> List[float]
     return took
 
 
-def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> Asked:
+def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]) -> LoadResult:
     """As `ask`, until it is told to end; it tells when its first answer has come."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
@@ -161,15 +161,15 @@ def ask_until_stopped(hands: Hands, model: str, inputs: Sequence[Arrays], answer
     while not hands.stopping.is_set():
         asked = ask(hands, model, inputs, answers, 0.0, len(inputs))
         if not outcomes:
-            hands.tell("begun")
+            hands.report("begun")
         took += asked.seconds
         outcomes.update(asked.outcomes)
-    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+    return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
 def keep(
     hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
-) -> Asked:
+) -> LoadResult:
     """Keep so many requests in flight until told to end, and leave them then.
 
     It tells when so many have ended, with 0 at once; what it returns is of those after that. Who is refused asks again
@@ -179,7 +179,7 @@ def keep(
     """
     outcomes: Counter[str] = Counter()
     if not warm_up:
-        hands.tell("begun")
+        hands.report("begun")
     begin = time.perf_counter()
     with Client(address, **hands.options) if address else hands.another() as client:
         pending: Deque[Pending] = deque()
@@ -191,14 +191,14 @@ def keep(
             outcomes[_end_of(pending.popleft())] += 1
             ended += 1
             if ended == warm_up:
-                hands.tell("begun")
+                hands.report("begun")
                 outcomes.clear()
                 begin = time.perf_counter()
         busy_s = time.perf_counter() - begin
-    return Asked([], dict(outcomes), busy_s)
+    return LoadResult([], dict(outcomes), busy_s)
 
 
-def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -> Asked:
+def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -> LoadResult:
     """Send requests that kill workers, each another one, until told to end.
 
     Each of `inputs` gets a number added, so that none is known already.
@@ -216,9 +216,9 @@ def poison(hands: Hands, model: str, inputs: Sequence[Arrays], in_flight: int) -
                 pending.append(client.submit(model, changed))
             code = _end_of(pending.popleft())
             if not outcomes:
-                hands.tell("begun")
+                hands.report("begun")
             outcomes[code] += 1
-    return Asked([], dict(outcomes), time.perf_counter() - begin)
+    return LoadResult([], dict(outcomes), time.perf_counter() - begin)
 
 
 def storm(hands: Hands, path: str, kind: str, model: str, connections: int = 4) -> Dict[str, int]:
@@ -233,7 +233,7 @@ def storm(hands: Hands, path: str, kind: str, model: str, connections: int = 4) 
         thread = threading.Thread(target=_blow, args=(hands, path, kind, model, number, sent))
         thread.start()
         threads.append(thread)
-    hands.tell("begun")
+    hands.report("begun")
     for thread in threads:
         thread.join()
     return {"sent": sum(sent)}
@@ -266,7 +266,7 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: Hands) -> None:
             tail = tail[-len(last) :] + part
 
 
-def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[bytes] = (b"",)) -> Dict[str, int]:
+def hold_connections(hands: Hands, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)) -> Dict[str, int]:
     """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
     _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
@@ -277,11 +277,11 @@ def crowd(hands: Hands, addresses: Sequence[Any], count: int, says: Sequence[byt
             peer.settimeout(5.0)
             try:
                 peer.connect(address)
-                peer.sendall(says[number % len(says)])
+                peer.sendall(greetings[number % len(greetings)])
                 outcomes["connected"] += 1
             except OSError as error:
                 outcomes[type(error).__name__] += 1
-        hands.tell("begun")
+        hands.report("begun")
         hands.stopping.wait()
     return dict(outcomes)
 
@@ -313,7 +313,7 @@ def connect_from(
             peer.shutdown(socket.SHUT_WR)
         elif ends == "close":
             peer.close()
-        hands.tell("begun")
+        hands.report("begun")
         hands.stopping.wait()
 
 
@@ -349,7 +349,7 @@ def connect_as_many_users(hands: Hands, addresses: Sequence[str], count: int) ->
         if len(held) > count:
             held.popleft().close()
         if number == count:
-            hands.tell("begun")
+            hands.report("begun")
     for each in held:
         each.close()
     return dict(outcomes)
@@ -364,7 +364,7 @@ def reconnect(hands: Hands, address: Any, says: bytes = b"") -> Dict[str, int]:
     threads = [threading.Thread(target=_reconnect, args=(hands, address, says, outcomes)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    hands.tell("begun")
+    hands.report("begun")
     for thread in threads:
         thread.join()
     return dict(outcomes)
@@ -374,7 +374,7 @@ def send_millions_of_frames(hands: Hands, address: str) -> Dict[str, int]:
     """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
     outcomes: Counter[str] = Counter()
     part = b"\1\0" * 100_000
-    hands.tell("begun")
+    hands.report("begun")
     while not hands.stopping.is_set():
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(1.0)
@@ -414,7 +414,7 @@ def ask_for(hands: Hands, address: str, kind: str, connections: int = 4) -> Dict
 
 def compute(hands: Hands) -> Dict[str, int]:
     """Keep one core busy and send nothing until the test stops this load."""
-    hands.tell("begun")
+    hands.report("begun")
     while not hands.stopping.is_set():
         sum(range(10_000))
     return {}
@@ -431,7 +431,7 @@ def _repeat(hands: Hands, address: str, messages: bytes, connections: int) -> Di
     threads = [threading.Thread(target=_repeat_one, args=(hands, address, data, sent)) for _ in range(connections)]
     for thread in threads:
         thread.start()
-    hands.tell("begun")
+    hands.report("begun")
     for thread in threads:
         thread.join()
     return {"sent": sum(sent)}
@@ -470,7 +470,7 @@ def end_many(hands: Hands, path: str, model: str, inputs: Arrays, count: int, wa
         return _stream_message([*encode(Infer("1", description, parameters)), *tensors]) * count
 
     sent = 0
-    hands.tell("begun")
+    hands.report("begun")
     while not hands.stopping.is_set():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
@@ -539,7 +539,7 @@ class GatewayQuestion(NamedTuple):
     ends: Sequence[bytes]
 
 
-def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> Asked:
+def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> LoadResult:
     """Ask a gateway one request at a time for so long, over one connection."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
@@ -562,7 +562,7 @@ def ask_gateway(hands: Hands, question: GatewayQuestion, seconds: float) -> Aske
                 continue
             took.append(time.perf_counter() - sent)
             outcomes[OK if answer.endswith(question.ends[index]) else WRONG] += 1
-    return Asked(took, dict(outcomes), time.perf_counter() - begin)
+    return LoadResult(took, dict(outcomes), time.perf_counter() - begin)
 
 
 def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[[bytes], Tuple[str, bytes]]:
@@ -573,8 +573,8 @@ def _sender(question: GatewayQuestion, stack: contextlib.ExitStack) -> Callable[
         channel: Any = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{question.port}"))
         call = channel.unary_unary(question.path)
         metadata = tuple(question.headers.items())
-        return lambda request: (OK, call(request, metadata=metadata, timeout=_ASKED_S))
-    connection = http.client.HTTPConnection("127.0.0.1", question.port, timeout=_ASKED_S)
+        return lambda request: (OK, call(request, metadata=metadata, timeout=_ANSWER_TIMEOUT_S))
+    connection = http.client.HTTPConnection("127.0.0.1", question.port, timeout=_ANSWER_TIMEOUT_S)
     stack.callback(connection.close)
 
     def send(request: bytes) -> Tuple[str, bytes]:
@@ -599,7 +599,7 @@ def call_grpc(
         def keep_calling() -> None:
             while not hands.stopping.is_set():
                 try:
-                    call(message, metadata=metadata, timeout=_ASKED_S)
+                    call(message, metadata=metadata, timeout=_ANSWER_TIMEOUT_S)
                     outcomes[OK] += 1
                 except grpc.RpcError as error:
                     outcomes[error.code().name] += 1
@@ -607,7 +607,7 @@ def call_grpc(
         threads = [threading.Thread(target=keep_calling) for _ in range(calls)]
         for thread in threads:
             thread.start()
-        hands.tell("begun")
+        hands.report("begun")
         for thread in threads:
             thread.join()
     return dict(outcomes)
@@ -623,7 +623,7 @@ def pour(hands: Hands, port: int, begins: bytes, repeats: bytes, connections: in
     threads = [threading.Thread(target=_pour, args=(hands, port, begins, repeats, counts)) for _ in range(connections)]
     for thread in threads:
         thread.start()
-    hands.tell("begun")
+    hands.report("begun")
     for thread in threads:
         thread.join()
     return {"connections": counts["connections"], "megabytes": counts["bytes"] // 1_000_000}
@@ -657,7 +657,7 @@ def pass_unclosable(hands: Hands, path: str) -> Dict[str, int]:
     with _passed_lingering(path), Path("/dev/null").open("rb") as null:
         for _ in range(100):
             outcomes[pass_descriptor(path, null.fileno())] += 1
-        hands.tell("begun")
+        hands.report("begun")
         while not hands.stopping.is_set():
             outcomes[pass_descriptor(path, null.fileno())] += 1
     return dict(outcomes)
@@ -703,7 +703,7 @@ def hoard(hands: Hands, path: str, model: str, connections: int = 2000, question
         peers: List[socket.socket] = []
         for number in range(connections):
             if number == connections // 8:
-                hands.tell("begun")
+                hands.report("begun")
             if hands.stopping.wait(1 / 100):
                 break
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -725,8 +725,8 @@ def hoard(hands: Hands, path: str, model: str, connections: int = 2000, question
 
 
 def _allow_descriptors(count: int) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, count), most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard_limit, count), hard_limit))
 
 
 def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: None) -> str:
@@ -751,7 +751,7 @@ def overlong(hands: Hands, address: str) -> Dict[str, int]:
     """
     refused = 0
     with zmq.Context() as context:
-        hands.tell("begun")
+        hands.report("begun")
         while not hands.stopping.is_set():
             with context.socket(zmq.DEALER) as peer:
                 peer.setsockopt(zmq.LINGER, 0)
@@ -764,7 +764,7 @@ def overlong(hands: Hands, address: str) -> Dict[str, int]:
 def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[str, int]:
     """Send bytes that are no message over one connection to the Unix socket after another; return how many ended."""
     ended, begin = 0, time.monotonic()
-    hands.tell("begun")
+    hands.report("begun")
     while not hands.stopping.is_set() and (not ended or time.monotonic() < begin + seconds):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
             peer.connect(address)
@@ -776,7 +776,7 @@ def garbage(hands: Hands, address: str, seconds: float = float("inf")) -> Dict[s
     return {"ended": ended}
 
 
-def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> Dict[str, int]:
+def share_holes(hands: Hands, path: str, model: str, nbytes: int, max_open: int) -> Dict[str, int]:
     """Have workers read and write memory that was never written to, until told to stop.
 
     Each request of `model`, whose one output is as large as its input, names a memfd of its own of twice `nbytes`,
@@ -790,7 +790,7 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> 
     try:
         with SharedMemoryPeer(path) as peer:
             while not hands.stopping.is_set():
-                if len(descriptors) == kept:
+                if len(descriptors) == max_open:
                     os.close(descriptors.popleft())
                 descriptors.append(memfd.create(2 * nbytes))
                 region = peer.register(descriptors[-1])
@@ -801,7 +801,7 @@ def share_holes(hands: Hands, path: str, model: str, nbytes: int, kept: int) -> 
                 peer.send(Unregister(f"done {count}", region))
                 count += 1
                 if count == 2:
-                    hands.tell("begun")
+                    hands.report("begun")
             allocated = sum(os.fstat(each).st_blocks * 512 for each in descriptors)
             return {**outcomes, "bytes": allocated}
     finally:
@@ -827,7 +827,7 @@ def _send_and_read_nothing(hands: Hands, path: str, gust: bytes, connections: in
     """Send a gust of messages again and again over each connection; one that is closed is followed by another."""
     outcomes: Counter[str] = Counter()
     peers: List[socket.socket] = []
-    hands.tell("begun")
+    hands.report("begun")
     while not hands.stopping.is_set():
         if len(peers) < connections:
             peer = socket.socket(socket.AF_UNIX)
@@ -874,7 +874,7 @@ def frame_innocent(hands: Hands, path: str, model: str, innocent: Sequence[np.nd
         finally:
             os.close(descriptor)
         if sum(outcomes.values()) == 1:
-            hands.tell("begun")
+            hands.report("begun")
         if hands.stopping.is_set():
             break
     return dict(outcomes)
@@ -935,7 +935,7 @@ def slow_headers(hands: Hands, address: str, model: str) -> Dict[str, int]:
     sent = 0
     with contextlib.ExitStack() as stack:
         send, receive = _unix_peer(stack, address) if address.startswith("unix://") else _zmq_peer(stack, address)
-        hands.tell("begun")
+        hands.report("begun")
         while not hands.stopping.is_set():
             for each in messages:
                 send(each)

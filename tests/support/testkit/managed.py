@@ -45,7 +45,7 @@ class ManagedService(Service):
         """Wait for the end of the daemon; return its exit status."""
         status = self._process.wait(_LIMIT_S)
         self._log.finish()
-        self.manager.hear_out()
+        self.manager.drain_notifications()
         return status
 
     def start_again(self) -> None:

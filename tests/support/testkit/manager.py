@@ -41,8 +41,8 @@ class Manager:
     """
 
     def __init__(self, listening: Path, notified: Path, watchdog_s: float = 30.0) -> None:
-        self.told: List[str] = []
-        self.kept: Dict[str, int] = {}
+        self.notifications: List[str] = []
+        self.stored_fds: Dict[str, int] = {}
         self._watchdog_s = watchdog_s
         self._news = threading.Condition()
         self._ended = False
@@ -51,12 +51,12 @@ class Manager:
             each.listen(128)
         self._path = notified
         self._notified = _bound(socket.SOCK_DGRAM, notified)
-        self._hearing = threading.Thread(target=self._hear, daemon=True)
-        self._hearing.start()
+        self._receiver = threading.Thread(target=self._receive_notifications, daemon=True)
+        self._receiver.start()
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
         """Start a daemon; `options` are those of Popen."""
-        passed = [*(("clients", each.fileno()) for each in self._listeners), *self.kept.items()]
+        passed = [*(("clients", each.fileno()) for each in self._listeners), *self.stored_fds.items()]
         names, descriptors = zip(*passed)
         variables = {
             "NOTIFY_SOCKET": str(self._path),
@@ -69,41 +69,41 @@ class Manager:
             argv, stdin=subprocess.DEVNULL, env={**environment, **variables}, pass_fds=descriptors, **options
         )
 
-    def hear_out(self) -> None:
+    def drain_notifications(self) -> None:
         """Hear all that a daemon has said; systemd does so, too, before it hears of its end."""
-        beyond = len(self.told)
+        beyond = len(self.notifications)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"X_END=1", str(self._path))
-        self.wait_until_told("X_END=1", beyond)
+        self.wait_for_notification("X_END=1", beyond)
 
-    def wait_until_told(self, assignment: str, beyond: int = 0) -> int:
+    def wait_for_notification(self, assignment: str, beyond: int = 0) -> int:
         """Wait until an assignment of `told` from this index on begins so; return the index after it."""
         deadline = time.monotonic() + _LIMIT_S
 
         def index() -> int:
-            return next((i for i, each in enumerate(self.told) if i >= beyond and each.startswith(assignment)), -1)
+            return next((i for i, each in enumerate(self.notifications) if i >= beyond and each.startswith(assignment)), -1)
 
         with self._news:
             self._news.wait_for(lambda: index() >= 0, deadline - time.monotonic())
-            assert index() >= 0, f"not told {assignment!r}, but {self.told[beyond:]}"
+            assert index() >= 0, f"not told {assignment!r}, but {self.notifications[beyond:]}"
             return index() + 1
 
     def forget(self) -> None:
         """Close what daemons wanted kept, as at the end of the service."""
-        while self.kept:
-            os.close(self.kept.popitem()[1])
+        while self.stored_fds:
+            os.close(self.stored_fds.popitem()[1])
 
     def close(self) -> None:
         """Forget, listen no longer, hear no longer; nothing is left but the paths of the sockets."""
         self.forget()
         self._ended = True
         self._notified.shutdown(socket.SHUT_RDWR)  # which the thread that reads it hears
-        self._hearing.join()
+        self._receiver.join()
         self._notified.close()
         for each in self._listeners:
             each.close()
 
-    def _hear(self) -> None:
+    def _receive_notifications(self) -> None:
         while True:
             message, descriptors, _, _ = socket.recv_fds(self._notified, 65536, 4)
             if self._ended:
@@ -114,15 +114,15 @@ class Manager:
                 key, _, value = each.partition("=")
                 assignments[key] = value
             name = assignments.get("FDNAME", "")
-            if "FDSTOREREMOVE" in assignments and name in self.kept:
-                os.close(self.kept.pop(name))
+            if "FDSTOREREMOVE" in assignments and name in self.stored_fds:
+                os.close(self.stored_fds.pop(name))
             for descriptor in descriptors:
                 # recv_fds(3) of Python leaves that out; a keeper that inherited its own link would never end.
                 os.set_inheritable(descriptor, False)
             if "FDSTORE" in assignments:
-                self.kept[name] = descriptors[0]
+                self.stored_fds[name] = descriptors[0]
             with self._news:
-                self.told += [f"{key}={value}" for key, value in assignments.items()]
+                self.notifications += [f"{key}={value}" for key, value in assignments.items()]
                 self._news.notify_all()
 
 

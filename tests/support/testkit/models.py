@@ -277,7 +277,7 @@ def patient(path: Path) -> Path:
     return save(path, nodes, [n], [y], [numpy_helper.from_array(np.zeros((), np.int64), "zero")])
 
 
-def company(path: Path) -> Path:
+def batch_row_count(path: Path) -> Path:
     """Input "x" FP32 [N, 1] -> "rows" FP32 [N, 1] = N: an answer tells how many rows were run together."""
     nodes = [
         helper.make_node("Mul", ["x", "zero"], ["zeros"]),

@@ -94,7 +94,7 @@ class PlainProcess:
 
     def times(self, inputs: Inputs, n: int) -> NDArray[np.float64]:
         """Seconds that each of n predicts takes inside the process, float64 [n]; the first are slow."""
-        return times_together([self], inputs, n)[0]
+        return concurrent_times([self], inputs, n)[0]
 
     def log(self) -> str:
         """What the engine wrote to stdout and stderr so far."""
@@ -136,7 +136,7 @@ class PlainProcess:
         return PlainError("\n".join([f"the plain process {what}", *self.log().splitlines()[-LOG_LINES:]]))
 
 
-def times_together(processes: Sequence[PlainProcess], inputs: Inputs, n: int) -> list[NDArray[np.float64]]:
+def concurrent_times(processes: Sequence[PlainProcess], inputs: Inputs, n: int) -> list[NDArray[np.float64]]:
     """`times` of several processes at the same time: bare throughput with all of them busy."""
     for process in processes:
         process._send({"op": "repeat", "times": n}, inputs)  # pyright: ignore[reportPrivateUsage]

@@ -65,7 +65,7 @@ class Slices(NamedTuple):
 
     directory: Path
     paths: Sequence[Path]
-    canary: Path
+    selftest_path: Path
 
     @property
     def pattern(self) -> str:
@@ -129,7 +129,7 @@ class Group:
         self._sockets: List[socket.socket] = []
 
     def __enter__(self) -> Group:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         port = _free_port()
         with contextlib.ExitStack() as stack:
             self.scheduler = self._start(stack, "scheduler", 0, port, None)
@@ -146,7 +146,7 @@ class Group:
                 self.receive(rank)
             self.ask("predict", inputs(1))
             self._stack = stack.pop_all()
-        self.start_s = time.perf_counter() - begun
+        self.start_s = time.perf_counter() - started_at
         return self
 
     def __exit__(self, *_: object) -> None:

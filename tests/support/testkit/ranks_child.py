@@ -24,7 +24,7 @@ _HOST = "127.0.0.1"
 _THREADS = 1  # as weightd has it unless it is told otherwise
 
 
-class Place(NamedTuple):
+class RankArguments(NamedTuple):
     """What the command line says, as numbers; `fd` is the socket by which a rank is told what to do."""
 
     rank: int
@@ -38,8 +38,8 @@ class Place(NamedTuple):
 class Plain:
     """A rank by nothing but the library's own calls."""
 
-    def __init__(self, place: Place) -> None:
-        join("MS_WORKER", place)
+    def __init__(self, rank_arguments: RankArguments) -> None:
+        join("MS_WORKER", rank_arguments)
         import mindspore
 
         self._library = mindspore
@@ -57,11 +57,11 @@ class Plain:
 class Engine:
     """A rank by weightd's engine, and beside it the same file by the library's own calls."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, rank_arguments: RankArguments) -> None:
         from weightd.worker.engines.mindspore import MindSporeRank
 
-        self._rank = MindSporeRank(meeting(place))
-        self._rank.enter()
+        self._rank = MindSporeRank(make_rendezvous(rank_arguments))
+        self._rank.join_group()
 
     def load(self, path: str) -> None:
         import mindspore
@@ -76,15 +76,15 @@ class Engine:
         return direct(self._cell, inputs)
 
 
-def join(role: str, place: Place) -> None:
+def join(role: str, rank_arguments: RankArguments) -> None:
     os.environ.update(
         MS_ROLE=role,
-        MS_NODE_ID=str(place.rank),
-        MS_WORKER_NUM=str(place.size),
+        MS_NODE_ID=str(rank_arguments.rank),
+        MS_WORKER_NUM=str(rank_arguments.size),
         MS_SCHED_HOST=_HOST,
-        MS_SCHED_PORT=str(place.port),
-        MS_TOPO_TIMEOUT=str(place.connect_timeout),
-        MS_NODE_TIMEOUT=str(place.exec_timeout),
+        MS_SCHED_PORT=str(rank_arguments.port),
+        MS_TOPO_TIMEOUT=str(rank_arguments.connect_timeout),
+        MS_NODE_TIMEOUT=str(rank_arguments.exec_timeout),
         GLOG_v="3",
     )
     if role == "MS_SCHED":
@@ -95,30 +95,30 @@ def join(role: str, place: Place) -> None:
     mindspore.set_context(mode=mindspore.GRAPH_MODE, device_target="CPU", **threads)
 
 
-def meeting(place: Place) -> Any:
+def make_rendezvous(rank_arguments: RankArguments) -> Any:
     from weightd.worker.engines.ranks import Meeting
 
     return Meeting(
-        place.rank,
-        place.size,
+        rank_arguments.rank,
+        rank_arguments.size,
         "cpu",
         host=_HOST,
-        port=place.port,
-        connect_timeout=place.connect_timeout,
-        exec_timeout=place.exec_timeout,
+        port=rank_arguments.port,
+        connect_timeout_s=rank_arguments.connect_timeout,
+        exec_timeout_s=rank_arguments.exec_timeout,
     )
 
 
-def schedule(how: str, place: Place) -> None:
+def schedule(how: str, rank_arguments: RankArguments) -> None:
     if how == "plain":
-        join("MS_SCHED", place)
+        join("MS_SCHED", rank_arguments)
         import mindspore
 
         mindspore.communication.init()
     else:
         from weightd.worker.engines.mindspore import MindSporeRank
 
-        MindSporeRank.serve_broker(meeting(place))
+        MindSporeRank.serve_broker(make_rendezvous(rank_arguments))
 
 
 def direct(cell: Any, inputs: Arrays) -> Arrays:
@@ -169,14 +169,14 @@ def serve(rank: Any, fd: int) -> None:
             file.flush()
 
 
-def main(role: str, how: str, place: Place) -> None:
+def main(role: str, how: str, rank_arguments: RankArguments) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if role == "scheduler":
-        schedule(how, place)
+        schedule(how, rank_arguments)
     else:
-        serve((Plain if how == "plain" else Engine)(place), place.fd)
+        serve((Plain if how == "plain" else Engine)(rank_arguments), rank_arguments.fd)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Place(*map(int, sys.argv[3:])))
+    main(sys.argv[1], sys.argv[2], RankArguments(*map(int, sys.argv[3:])))

@@ -143,12 +143,12 @@ class Nodes:
 
     def running(self, name: str) -> int:
         """Return how many replicas of an application serve, if it is as it was asked for; -1 as long as it is not."""
-        told = serve.status().applications.get(name)
-        if told is None or told.status.value != "RUNNING":
-            if told is not None and told.status.value == "DEPLOY_FAILED":
-                raise RuntimeError(told.message)
+        application = serve.status().applications.get(name)
+        if application is None or application.status.value != "RUNNING":
+            if application is not None and application.status.value == "DEPLOY_FAILED":
+                raise RuntimeError(application.message)
             return -1
-        states = told.deployments["weightd"].replica_states
+        states = application.deployments["weightd"].replica_states
         return states.get("RUNNING", 0) if set(states) == {"RUNNING"} else -1
 
     def pids(self, what: str) -> list[int]:
@@ -159,7 +159,7 @@ class Nodes:
         """Return the processes that Ray calls replicas of an application."""
         return [pid for pid, command in _commands() if command.startswith(f"ray::ServeReplica:{application}:")]
 
-    def guards(self, application: str) -> list[int]:
+    def supervisors(self, application: str) -> list[int]:
         """Return the guards that the replicas of an application hold on a leash."""
         held = {name for pid in self.replicas(application) for name in _descriptors(pid)}
         return [pid for pid in self.pids("weightd.ray.guard") if _descriptors(pid, "0") & held]

@@ -33,19 +33,19 @@ class Script:
         self.frames: List[List[bytes]] = []
         self.probed: List[Probing] = []
         # How many answers have come at once.
-        self.together: List[int] = []
+        self.reply_counts: List[int] = []
         # How many orders have come already when the first one is read, and when the one after that is begun with.
         self.ahead = 0
         self.late = 0
 
-    def receive(self, timeout: float = -1) -> Optional[List[Sequence[Any]]]:
-        if timeout:
+    def receive(self, timeout_s: float = -1) -> Optional[List[Sequence[Any]]]:
+        if timeout_s:
             count, self.ahead = 1 + self.ahead, 0
         else:
             count, self.late = self.late, 0
         orders = [self.orders.pop(0) for _ in range(count)]
         if orders == [PAUSE]:
-            assert timeout > 0
+            assert timeout_s > 0
             return []
         return None if orders == [None] else [order for order in orders if order is not None]
 
@@ -61,8 +61,8 @@ class Script:
         self.frames.append([])
         return True
 
-    def answer(self, *messages: Sequence[Any]) -> None:
-        self.together.append(len(messages))
+    def reply(self, *messages: Sequence[Any]) -> None:
+        self.reply_counts.append(len(messages))
         for frames in messages:
             kept = list(map(bytes, frames))
             answer = decode(kept, FROM_CHILD)  # this checks the lengths, too

@@ -148,12 +148,12 @@ class Service:
 
     def pids(self) -> list[int]:
         """The daemon's pid, then those of all that it and its keeper have started, however they came to be."""
-        return census.families([self.pid, *(pid for pid in census.keepers(self._runtime) if pid != self.pid)])
+        return census.families([self.pid, *(pid for pid in census.shims(self._runtime) if pid != self.pid)])
 
     def roles(self) -> dict[int, str]:
         """What each of `pids` is: "daemon", "gate", "fork server", "holder", "worker" and so on."""
-        told = {each.pid: each.role for each in self.processes()}
-        return {pid: "daemon" if pid == self.pid else told.get(pid) or census.role(pid) for pid in self.pids()}
+        model_roles = {each.pid: each.role for each in self.processes()}
+        return {pid: "daemon" if pid == self.pid else model_roles.get(pid) or census.role(pid) for pid in self.pids()}
 
     def pss_at_rest(self, seconds: float = REST_S) -> dict[int, int]:
         """PSS of each of `pids`, in bytes, once neither they nor their own memory have changed for so long."""

@@ -69,7 +69,7 @@ class User:
         theirs.close()
         self.pid: int = self._process.pid
         try:
-            self.heard()
+            self.wait_for_report()
         except BaseException:
             self.__exit__()
             raise
@@ -111,13 +111,13 @@ class User:
         """Have it begin to run a function."""
         self._order("do", function, args)
 
-    def heard(self) -> Any:
+    def wait_for_report(self) -> Any:
         """Wait for what the function that it runs tells next."""
-        kind, told = self._receive()
+        kind, report = self._receive()
         if kind == "error":
-            raise told
+            raise report
         assert kind == "told", kind
-        return told
+        return report
 
     def end(self) -> Any:
         """Tell the function that it runs to end; return the result."""

@@ -35,7 +35,7 @@ class Hands:
         self.address = ""
         self.options: dict[str, Any] = {}
         self.stopping = threading.Event()
-        self.tell = tell
+        self.report = tell
         self._client: Client | None = None
 
     @property
@@ -69,7 +69,7 @@ def main() -> None:
     hands = Hands(lambda value: pipe.send(("told", value)))
     orders: queue.Queue[Order] = queue.Queue()
     threading.Thread(target=_read, args=(pipe, hands, orders), daemon=True).start()
-    hands.tell(os.getresuid())
+    hands.report(os.getresuid())
     while True:
         pipe.send(_answer(hands, orders.get()))
         hands.stopping.clear()

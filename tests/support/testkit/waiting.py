@@ -11,7 +11,7 @@ LIMIT_S = 30.0
 
 # The longer it takes, the less often is looked: what is waited for needs the machine, and 5 % more time is little.
 _POLL_S = 0.01
-_SELDOM_S = 0.1
+_MAX_POLL_S = 0.1
 
 
 def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -> T:
@@ -28,4 +28,4 @@ def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -
         waited = time.monotonic() - begin
         if waited > limit:
             raise TimeoutError(f"waited {limit:g} s in vain: {what}")
-        time.sleep(min(max(waited / 20, _POLL_S), _SELDOM_S))
+        time.sleep(min(max(waited / 20, _POLL_S), _MAX_POLL_S))

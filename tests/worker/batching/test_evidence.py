@@ -30,8 +30,8 @@ def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, 
     """What is found of a model, with the canary that is found before; it is not to be spoilt."""
     build = Build((), rows=rows, **order)
     if known is None:
-        known = search.find(engine, build, lambda: None, _ignore)
-    rows_of = evidence.find(engine, build, known, lambda: None, lambda _: None)
+        known = search.find_selftest(engine, build, lambda: None, _ignore)
+    rows_of = evidence.find_row_support(engine, build, known, lambda: None, lambda _: None)
     assert rows_of is not None
     return rows_of
 
@@ -184,7 +184,7 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
     engine = fake(lambda x: x)
     assert found(engine, rows=300, known=canary.run(engine, cases.of(SIGNATURE, 1))).equal
-    asked = [each["x"] for each in engine.asked[2:]]
+    asked = [each["x"] for each in engine.received_inputs[2:]]
     # Those with special values come last.
     asked = asked[: -16 - 5]
     alone = {each.tobytes() for each in asked if len(each) == 1}
@@ -200,7 +200,7 @@ def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int]
     engine = fake(lambda x: x)
     known = canary.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
     assert found(engine, rows=rows, known=known, sizes=sizes).compared == compared
-    asked = {len(each["x"]) for each in engine.asked}
+    asked = {len(each["x"]) for each in engine.received_inputs}
     assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
 
@@ -208,20 +208,20 @@ def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
     engine = fake(lambda x: x)
     known = canary.run(engine, cases.of(SIGNATURE, 2))
     assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).equal
-    assert {len(each["x"]) for each in engine.asked} == {2, 4, 8}
+    assert {len(each["x"]) for each in engine.received_inputs} == {2, 4, 8}
 
 
 def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
     engine = fake(lambda x: x)
     for rows, sizes, expected in ((8, (), 8), (300, (), 7), (8, (2, 4, 8), 8), (9, (4, 8), 8), (256, (128, 256), 128)):
-        assert evidence.digest_of(engine, cases.of(SIGNATURE, 1), rows, sizes)
-        assert len(engine.asked[-1]["x"]) == expected
+        assert evidence.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
+        assert len(engine.received_inputs[-1]["x"]) == expected
     # Rows of many bytes are fewer, here as there.
     width = 2**23
     signature = ModelSignature((TensorSignature("x", "INT8", (-1, width)),), (Y,))
     engine = fake(lambda x: x[:, :3], signature)
-    evidence.digest_of(engine, ({"x": (1, width)},), 300)
-    assert len(engine.asked[-1]["x"]) == 8
+    evidence.rows_digest(engine, ({"x": (1, width)},), 300)
+    assert len(engine.received_inputs[-1]["x"]) == 8
 
 
 def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -> None:
@@ -229,12 +229,12 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert evidence.find(engine, Build((), rows=2), known, lambda: None, lambda _: None, sample) == Rows(
+    assert evidence.find_row_support(engine, Build((), rows=2), known, lambda: None, lambda _: None, sample) == Rows(
         ("x", "z"), ("y",), equal=True, compared=2
     )
-    assert {tuple(row) for each in engine.asked for row in each["x"]} == {(7, 8), (9, 10)}
+    assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
     # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.
-    ordinary = engine.asked[: -16 - 1]
+    ordinary = engine.received_inputs[: -16 - 1]
     values = np.unique([float(each["z"][0, 0]) for each in ordinary if len(each["z"]) == 1])
     assert len(values) == 200
     assert (2 / 100 <= values.min() < 12 / 100, 200 < values.max() <= 1200) == (True, True)
@@ -289,7 +289,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     engine = fake(table, signature)
     sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
     known = canary.run(engine, ({"x": (1, 9)},), sample)
-    rows = evidence.find(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
+    rows = evidence.find_row_support(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == Rows(
         ("x",), ("y",), equal=True, compared=8, values="permuted", special=SPECIAL if dtype == "f4" else ()
     )
@@ -297,7 +297,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     assert len(set(table.seen)) > 100
     # A worker that attaches runs the same rows.
     table.seen.clear()
-    assert evidence.digest_of(engine, known.cases, 8, (), sample, rows.values)
+    assert evidence.rows_digest(engine, known.cases, 8, (), sample, rows.values)
     assert len(set(table.seen)) == 8
 
 
@@ -311,7 +311,7 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     sample = {"x": np.array([[1, 50], [2, 99], [0, 7]], np.float32)}
     engine = fake(columns, signature)
     known = canary.run(engine, ({"x": (3, 2)},), sample)
-    rows = evidence.find(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
+    rows = evidence.find_row_support(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == Rows(("x",), ("y",), equal=True, compared=8, values="sample", special=SPECIAL)
 
 
@@ -348,14 +348,14 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
     rows = found(engine, known=canary.run(engine, cases.of(SIGNATURE, 1)), exact=False)
     assert (rows.inputs, rows.outputs, rows.equal) == (("x",), ("y",), False)
     assert rows.note.startswith("it was not tested")
-    assert len(engine.asked) == 1 + 2
+    assert len(engine.received_inputs) == 1 + 2
 
 
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
     rows = found(engine, known=canary.Canary((), "", note="it is off"))
     assert (rows.note, rows.outputs) == ("there is no canary, by which rows are looked at: it is off", ())
-    assert not engine.asked
+    assert not engine.received_inputs
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_it_takes_ten_seconds_at_most(
     rows = found(engine, known=known)
     assert rows.note.startswith(note)
     assert rows.equal == (not note)
-    assert predicts <= len(engine.asked) <= predicts + 8
+    assert predicts <= len(engine.received_inputs) <= predicts + 8
     assert now[0] <= 10 + (0 if note else comparison.MAX_SPECIAL_VALUES_S) + 5 * seconds
 
 
@@ -410,7 +410,7 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     told: List[Union[str, SelfTestCases]] = []
     known = canary.run(engine, cases.of(SIGNATURE, 1))
     order = Build((), rows=8)
-    rows = evidence.find(engine, order, known, lambda: told.append("rebuilt"), told.append)
+    rows = evidence.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
     assert rows is not None
     assert (rows.equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
@@ -431,4 +431,4 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
 
 def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
     engine = fake(lambda x: x)
-    assert evidence.find(engine, Build(()), canary.Canary((), ""), lambda: None, lambda _: None) is None
+    assert evidence.find_row_support(engine, Build(()), canary.Canary((), ""), lambda: None, lambda _: None) is None

@@ -45,7 +45,7 @@ def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
 ) -> None:
     parts = [{name: part[name] for name in (reversed([*part]) if turn else part)} for part, turn in zip(parts, turns)]
     joint = Joint([described(**part) for part in parts], rows, sizes)
-    inputs = joint.inputs([[frame_of(array) for array in part.values()] for part in parts])
+    inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
     assert list(inputs) == list(parts[0])
     for name, array in inputs.items():
         expected = np.concatenate([part[name] for part in parts])
@@ -62,8 +62,8 @@ def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
 def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Dict[str, Any]], rows: int) -> None:
     wanted = [("n", "x") if index % 2 else None for index in range(len(parts))]
     joint = Joint([describe_request("m", part, names) for part, names in zip(parts, wanted)], rows)
-    inputs = joint.inputs([[frame_of(array) for array in part.values()] for part in parts])
-    joint.learn(inputs)
+    inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
+    joint.learn_slices(inputs)
     everything = [frame_of(array) for array in inputs.values()]
     for part, names, (description, cuts) in zip(parts, wanted, joint.shares):
         own = part if names is None else {name: part[name] for name in names}
@@ -97,4 +97,4 @@ def test_what_has_no_first_dimension_has_no_rows() -> None:
 def test_an_answer_of_another_number_of_rows_is_nobodys(shape: Tuple[int, ...]) -> None:
     joint = Joint([described(x=X), described(x=X)])
     with pytest.raises(NotTogether, match=r"output z has shape \[.*\] for 4 rows"):
-        joint.learn({"y": np.zeros((4, 7)), "z": np.zeros(shape)})
+        joint.learn_slices({"y": np.zeros((4, 7)), "z": np.zeros(shape)})

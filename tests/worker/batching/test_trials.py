@@ -36,7 +36,7 @@ class World:
     def joint(self, *counts: int, width: int = 2) -> Tuple[Joint, Any]:
         arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in counts]
         joint = Joint([describe_request("m", {"x": array}) for array in arrays], 0, self._sizes)
-        return joint, joint.inputs([[frame_of(array)] for array in arrays])
+        return joint, joint.merge_inputs([[frame_of(array)] for array in arrays])
 
     def run(self, *counts: int, width: int = 2, together: Callable[[Any], Any] = np.negative) -> List[int]:
         """Return how many rows were run at once for it, beside all together."""
@@ -44,9 +44,9 @@ class World:
         return self.check(joint, inputs, together)
 
     def check(self, joint: Joint, inputs: Any, together: Callable[[Any], Any] = np.negative) -> List[int]:
-        before = len(self.engine.asked)
+        before = len(self.engine.received_inputs)
         self.trials.check(joint, inputs, {"y": together(inputs["x"])})
-        return [len(each["x"]) for each in self.engine.asked[before:]]
+        return [len(each["x"]) for each in self.engine.received_inputs[before:]]
 
 
 def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
@@ -64,7 +64,7 @@ def test_what_a_holder_has_compared_is_not_run_alone_again() -> None:
     world = World(rows=1, compared=3)
     for counts, width, alone in (((1, 2), 2, []), ((2, 2), 2, [2, 2]), ((1, 2), 3, [1, 2])):
         joint, inputs = world.joint(*counts, width=width)
-        assert world.trials.takes(joint)
+        assert world.trials.can_batch(joint)
         assert world.check(joint, inputs) == alone
 
 
@@ -126,7 +126,7 @@ def test_whose_rows_differ_is_found_row_by_row(
     world = World(alone=model)
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
     joint = Joint([describe_request("m", {"x": array}) for array in arrays])
-    inputs = joint.inputs([[frame_of(array)] for array in arrays])
+    inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
     with pytest.raises(RowsDiffer, match="rows that were run together differ") as caught:
         world.trials.check(joint, inputs, {"y": model(inputs["x"])}, parties)
     assert [*caught.value.parties] == guilty
@@ -137,11 +137,11 @@ def test_forms_are_as_many_as_can_be_remembered(rows: int, most: int) -> None:
     world = World(rows)
     joints = [world.joint(1, 1, width=width) for width in range(1, most + 2)]
     for joint, inputs in joints[:most]:
-        assert world.trials.takes(joint)
+        assert world.trials.can_batch(joint)
         world.check(joint, inputs)
-    assert not world.trials.takes(joints[-1][0])
-    assert world.trials.takes(joints[0][0])
-    assert world.trials.takes(world.joint(1, 1, width=1)[0])
+    assert not world.trials.can_batch(joints[-1][0])
+    assert world.trials.can_batch(joints[0][0])
+    assert world.trials.can_batch(world.joint(1, 1, width=1)[0])
 
 
 def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +150,13 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
     for _ in range(1000):
         world.check(joint, inputs)
     due = [world.trials.is_due]
-    world.trials.again()
-    assert len(world.engine.asked) == 2
+    world.trials.recheck()
+    assert len(world.engine.received_inputs) == 2
     world.check(joint, inputs)
     due.append(world.trials.is_due)
-    world.trials.again()
+    world.trials.recheck()
     due.append(world.trials.is_due)
-    assert (len(world.engine.asked), due) == (4, [False, True, False])
+    assert (len(world.engine.received_inputs), due) == (4, [False, True, False])
     monkeypatch.setattr(trials_module, "_SELDOM", 1)
     monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 2 * 3 * 2 * 4)
     for size, is_kept in ((3, True), (4, False)):
@@ -172,4 +172,4 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
     monkeypatch.setattr(trials_module, "_MAX_KEPT_BYTES", 1000)
     world.check(joint, inputs, np.abs)
     with pytest.raises(NotTogether, match="differ"):
-        world.trials.again()
+        world.trials.recheck()

@@ -74,13 +74,13 @@ def test_every_process_and_every_numpy_makes_the_same_input() -> None:
     """The digest was made by numpy 1.21 on Python 3.7 and by numpy 2.4 on Python 3.11."""
     answer = canary.run(FakeEngine(everything, EVERYTHING), cases.of(EVERYTHING, 1, 2))
     assert answer.digest == "e1d2a8995705ae30764a120cb4bb6c3116fba8d3cf0c813539750965122f73ff"
-    assert answer.shapes == [{"y": (2 * sum(ITEM_BYTES.values()),)}, {"y": (4 * sum(ITEM_BYTES.values()),)}]
+    assert answer.output_shapes == [{"y": (2 * sum(ITEM_BYTES.values()),)}, {"y": (4 * sum(ITEM_BYTES.values()),)}]
 
 
 def test_inputs_are_what_the_signature_says() -> None:
     engine = FakeEngine(everything, EVERYTHING)
     canary.run(engine, cases.of(EVERYTHING, 1, 3))
-    for size, inputs in zip((1, 3), engine.asked):
+    for size, inputs in zip((1, 3), engine.received_inputs):
         for each in EVERYTHING.inputs:
             array = inputs[each.name]
             assert array.dtype == NUMPY_DTYPE[each.datatype]
@@ -95,13 +95,13 @@ def test_inputs_are_what_the_signature_says() -> None:
 
 def test_two_inputs_are_never_equal_and_so_a_swap_shows() -> None:
     signature = ModelSignature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
-    values = canary.inputs(signature, {"a": (1, 4), "b": (1, 4)})
+    values = canary.make_inputs(signature, {"a": (1, 4), "b": (1, 4)})
     assert not np.array_equal(values["a"], values["b"])
 
 
 def test_the_digest_tells_every_bit_the_form_and_the_name_but_not_how_an_output_lies_in_memory() -> None:
     def digest(array: Any, name: str = "y") -> str:
-        return canary.of(({},), [{name: array}]).digest
+        return canary.from_answers(({},), [{name: array}]).digest
 
     zeros = np.zeros((2, 3), np.float32)
     assert digest(zeros) == digest(np.asfortranarray(zeros))
@@ -141,15 +141,15 @@ def test_output_shapes_that_the_engine_does_not_know_are_seen(
     known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
 ) -> None:
     signature = ModelSignature((), (TensorSignature("y", "BOOL", known),))
-    seen = canary.of(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
-    assert canary.observed(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
+    seen = canary.from_answers(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
+    assert canary.with_observed_outputs(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
 
 
 # --- answers that are not equal to the last bit -----------------------------------------------------------------
 
 
 def answers(*arrays: Any) -> canary.Canary:
-    return canary.of(({},), [{"y": np.asarray(each)} for each in arrays])
+    return canary.from_answers(({},), [{"y": np.asarray(each)} for each in arrays])
 
 
 ONES = np.ones((2, 2), np.float32)
@@ -178,7 +178,7 @@ def test_how_far_answers_are_apart_is_a_share_of_the_largest_value(one: Any, oth
 
 
 def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
-    assert canary.difference(answers(ONES), canary.of(({},), [{"z": ONES}])) == FAR
+    assert canary.difference(answers(ONES), canary.from_answers(({},), [{"z": ONES}])) == FAR
     assert canary.difference(answers(ONES), answers(ONES, ONES)) == FAR
 
 
@@ -204,7 +204,7 @@ SEARCH = Build(())
 
 
 def found(engine: FakeEngine, order: Build = SEARCH, told: Optional[Told] = None, **more: Any) -> canary.Canary:
-    return search.find(engine, order, lambda: engine.build("again"), told or Told(), **more)
+    return search.find_selftest(engine, order, lambda: engine.build("again"), told or Told(), **more)
 
 
 def rebuilds(engine: FakeEngine) -> int:
@@ -220,7 +220,7 @@ def test_a_fixed_model_is_asked_one_thing_twice(inputs: SelfTestCase) -> None:
     signature = ModelSignature(tuple(tensor(name, *shape) for name, shape in inputs.items()), (tensor("y", 2),))
     engine = FakeEngine(constantly(np.zeros(2)), signature)
     assert found(engine).cases == (inputs,)
-    assert [{name: array.shape for name, array in each.items()} for each in engine.asked] == [inputs] * 2
+    assert [{name: array.shape for name, array in each.items()} for each in engine.received_inputs] == [inputs] * 2
 
 
 def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
@@ -228,7 +228,7 @@ def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
     known = found(engine, told=told)
     assert (known.cases, known.note, rebuilds(engine)) == (cases.of(FREE, 1, 2), "", 0)
     assert known.digest == canary.run(engine, known.cases).digest
-    assert [len(each["x"]) for each in engine.asked[:4]] == [1, 1, 2, 2]
+    assert [len(each["x"]) for each in engine.received_inputs[:4]] == [1, 1, 2, 2]
     assert told.tried == [(x(1, 4),), (x(2, 4),), ()]
 
 
@@ -249,20 +249,20 @@ IMAGE = ModelSignature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y
 
 
 def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None:
-    sizes = [each["x"][2:] for each in search.candidates(IMAGE)]
+    sizes = [each["x"][2:] for each in search.candidate_cases(IMAGE)]
     assert sizes == [(64, 64), (224, 224), (32, 32), (48, 48), (1, 1), (2, 2)]
-    assert {(each["x"][0], each["n"]) for each in search.candidates(IMAGE)} == {(1, (1,))}
+    assert {(each["x"][0], each["n"]) for each in search.candidate_cases(IMAGE)} == {(1, (1,))}
     known = found(FakeEngine(lambda inputs: {"y": inputs["x"][:, 0, 0, 0]}, IMAGE))
     assert known.cases == ({"x": (1, 3, 64, 64), "n": (1,)}, {"x": (2, 3, 128, 128), "n": (2,)})
 
 
 def test_nothing_large_is_made_up() -> None:
     volume = ModelSignature((tensor("x", -1, 8, -1, -1, -1),), ())
-    assert [each["x"][2] for each in search.candidates(volume)] == [64, 32, 48, 1, 2]
-    assert search.larger(volume, x(1, 8, 64, 64, 64)) is None
+    assert [each["x"][2] for each in search.candidate_cases(volume)] == [64, 32, 48, 1, 2]
+    assert search.double_case(volume, x(1, 8, 64, 64, 64)) is None
     huge = ModelSignature((tensor("x", -1, 2**22),), ())
-    assert list(search.candidates(huge)) == [x(1, 2**22)]
-    assert list(search.candidates(ModelSignature((tensor("x", -1, 2**29),), ()))) == []
+    assert list(search.candidate_cases(huge)) == [x(1, 2**22)]
+    assert list(search.candidate_cases(ModelSignature((tensor("x", -1, 2**29),), ()))) == []
 
 
 def test_a_large_input_takes_little_more_than_itself() -> None:
@@ -270,7 +270,7 @@ def test_a_large_input_takes_little_more_than_itself() -> None:
     signature = ModelSignature((tensor("x", count, datatype="UINT8"),), ())
     tracemalloc.start()
     try:
-        array = canary.inputs(signature, {"x": (count,)})["x"]
+        array = canary.make_inputs(signature, {"x": (count,)})["x"]
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -311,10 +311,10 @@ def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -
     )
     known = found(engine)
     assert ({len(case["x"]) for case in known.cases}, known.note) == ({rank}, "")
-    assert [each["y"] for each in known.shapes] == [case["x"] for case in known.cases]
+    assert [each["y"] for each in known.output_shapes] == [case["x"] for case in known.cases]
     assert known.digest == canary.run(engine, known.cases).digest
     # That is one rank of many.
-    assert canary.observed(engine.signature, known) == engine.signature
+    assert canary.with_observed_outputs(engine.signature, known) == engine.signature
 
 
 def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
@@ -333,7 +333,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
         last = Once(picky(error=Spoilt("died")), signature)
         assert found(last, Build((), unfit=unfit)).cases == ()
-        assert (len(last.asked), rebuilds(last)) == (1, 0)
+        assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
 def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search=False, unfit=unfit))
-    assert (known.cases, known.digest, known.note[: len(note)], engine.asked) == ((), "", note, [])
+    assert (known.cases, known.digest, known.note[: len(note)], engine.received_inputs) == ((), "", note, [])
 
 
 def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
@@ -374,7 +374,7 @@ def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_m
     assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
     assert known.note.startswith("the model gives different answers to the same input, 0.")
     assert "of the largest value apart, canary_tolerance is 0: allow more, or build the model" in known.note
-    assert canary.observed(FREE, known).outputs == (tensor("y", -1, 7),)
+    assert canary.with_observed_outputs(FREE, known).outputs == (tensor("y", -1, 7),)
 
     noisy = FakeEngine(lambda inputs: {"y": inputs["x"] * (1 + 1e-6 * random.rand())}, FREE)
     assert found(noisy, tolerance=1e-5).digest
@@ -395,8 +395,8 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search=False), sample=sample.load(path, FREE))
     assert (known.cases, known.answers[0]["y"].tolist()) == ((x(3, 4),), [6, 22, 38])
-    assert engine.asked[0]["x"].flags.c_contiguous
-    assert engine.asked[0]["x"].dtype == np.dtype("<f4")
+    assert engine.received_inputs[0]["x"].flags.c_contiguous
+    assert engine.received_inputs[0]["x"].dtype == np.dtype("<f4")
 
 
 @pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
@@ -449,7 +449,7 @@ def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatc
 
 def test_the_holders_answers_are_read_as_they_were(tmp_path: Path) -> None:
     path = str(tmp_path / "answers")
-    known = canary.of(cases.of(FREE, 1, 2), [{"y": ONES, "a/b": NAN}, {"y": ONES * 2, "a/b": NAN}])
+    known = canary.from_answers(cases.of(FREE, 1, 2), [{"y": ONES, "a/b": NAN}, {"y": ONES * 2, "a/b": NAN}])
     sample.save_answers(path, known.answers)
     assert sample.load_answers(path, known.cases).digest == known.digest
     with pytest.raises(BuildError, match="expected answers to 1 inputs"):

@@ -20,7 +20,7 @@ BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignat
 def proved(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> Proof:
     """The proof of a model that nothing was asked since."""
     proof = Proof(model, canary.run(model, cases.of(model.signature, *sizes)), **more)
-    model.asked.clear()
+    model.received_inputs.clear()
     return proof
 
 
@@ -30,7 +30,7 @@ def batch(size: int) -> Arrays:
 
 def shape_of(proof: Proof, model: FakeEngine, inputs: Arrays) -> Tuple[int, ...]:
     """The shape of an answer that was let through."""
-    shape: Tuple[int, ...] = proof.checked(inputs, model.predict(inputs))["y"].shape
+    shape: Tuple[int, ...] = proof.verify(inputs, model.predict(inputs))["y"].shape
     return shape
 
 
@@ -73,7 +73,7 @@ def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
     proof = proved(model)
     for size in (1, 2, 7):
         assert shape_of(proof, model, batch(size)) == (size, 3)
-    assert len(model.asked) == 3
+    assert len(model.received_inputs) == 3
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
 def test_an_answer_that_contradicts_and_cannot_be_had_again_is_not_given(outputs: Arrays, problem: str) -> None:
     proof = proved(FakeEngine(twice, BATCHED))
     with pytest.raises(Spoilt, match=rf"^the answer contradicts the model's signature: {problem}$"):
-        proof.checked(batch(5), outputs)
+        proof.verify(batch(5), outputs)
 
 
 def test_the_same_bytes_in_another_shape_are_not_the_same_again() -> None:
     with pytest.raises(Spoilt):
-        proved(FakeEngine(twice, BATCHED)).checked(batch(2), {"y": np.full((3, 2), 2, np.float32)})
+        proved(FakeEngine(twice, BATCHED)).verify(batch(2), {"y": np.full((3, 2), 2, np.float32)})
 
 
 def test_neither_is_one_of_a_model_whose_canary_is_wrong_now() -> None:
@@ -111,9 +111,9 @@ def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
     proof = proved(model)
     assert shape_of(proof, model, batch(5)) == (1, 3)
     # It is asked once, not for each request.
-    model.asked.clear()
+    model.received_inputs.clear()
     assert shape_of(proof, model, batch(6)) == (1, 3)
-    assert len(model.asked) == 1
+    assert len(model.received_inputs) == 1
 
 
 @pytest.mark.parametrize("shape", [(-1, -1), (3, -1), None])
@@ -123,7 +123,7 @@ def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(shape: Any
 
     model = FakeEngine(answer, BATCHED._replace(inputs=(TensorSignature("x", "FP32", shape),)))
     assert shape_of(proved(model), model, {"x": np.ones((3, 9), np.float32)}) == (9, 3)
-    assert len(model.asked) == 1
+    assert len(model.received_inputs) == 1
 
 
 def test_where_inputs_are_of_several_sizes_there_is_no_batch() -> None:
@@ -132,26 +132,26 @@ def test_where_inputs_are_of_several_sizes_there_is_no_batch() -> None:
     proof = proved(model)
     for x, z in ((5, 3), (3, 5)):
         assert shape_of(proof, model, {"x": batch(x)["x"], "z": batch(z)["x"]}) == (x, 3)
-    assert len(model.asked) == 2
+    assert len(model.received_inputs) == 2
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(4, (1, 2)), (1, (1,))])
 def test_an_output_that_did_not_follow_the_batch_need_not(count: int, sizes: Tuple[int, ...]) -> None:
     model = FakeEngine(rows(count), BATCHED)
     shape_of(proved(model, sizes), model, batch(5))
-    assert len(model.asked) == 1
+    assert len(model.received_inputs) == 1
 
 
 @pytest.mark.parametrize("now", [thrice, fails])
 def test_the_canary_shows_whether_the_model_is_what_it_was(now: Answer) -> None:
     model = FakeEngine(twice, BATCHED)
     proof = proved(model)
-    before = proof.digest()
-    assert not proof.refuted()
+    before = proof.current_digest()
+    assert not proof.is_refuted()
     model.answer = now
-    assert proof.refuted()
+    assert proof.is_refuted()
     if now is not fails:
-        assert proof.digest() != before
+        assert proof.current_digest() != before
 
 
 def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
@@ -159,7 +159,7 @@ def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
     model = FakeEngine(noise, BATCHED)
     known = canary.run(model, cases.of(BATCHED, 1, 2))
     near, exact = Proof(model, known, tolerance=1e-5), Proof(model, known)
-    assert (near.refuted(), near.digest(), exact.refuted()) == (False, known.digest, True)
+    assert (near.is_refuted(), near.current_digest(), exact.is_refuted()) == (False, known.digest, True)
     # An answer that contradicts the signature is looked into in the same way.
     noise.large = 3
     assert shape_of(near, model, batch(5)) == (1, 3)
@@ -172,11 +172,11 @@ OF_SIX = {"x": np.ones((1, 2, 60), np.float32)}
 
 
 class Solid(FakeEngine):
-    spoils = False
+    may_corrupt = False
 
 
 def test_without_a_canary_nothing_refutes_and_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
-    assert not proved(FakeEngine(fails, BATCHED), sizes=()).refuted()
+    assert not proved(FakeEngine(fails, BATCHED), sizes=()).is_refuted()
     unknown = FakeEngine(twice, BATCHED._replace(outputs=(TensorSignature("y", "FP32", None),)))
     assert shape_of(proved(unknown, sizes=()), unknown, batch(5)) == (5, 3)
 
@@ -188,7 +188,7 @@ def test_of_a_model_that_cannot_be_spoilt_every_answer_is_its_way() -> None:
     shape_of(proof, model, OF_SIX)
     for size in (5, 1, 5):
         assert shape_of(proof, model, batch(size)) == (size, 3)
-    assert len(model.asked) == 4
+    assert len(model.received_inputs) == 4
 
 
 def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true() -> None:
@@ -205,9 +205,9 @@ def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true
 def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
     model = FakeEngine(random, SIX)
     # Its only input was of the declared shape: nothing has shown that others are not.
-    proof = Proof(model, canary.of(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
-    assert not proof.refuted()
+    proof = Proof(model, canary.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
+    assert not proof.is_refuted()
     assert shape_of(proof, model, batch(5)) == (5, 3)
     for broken in (rows(2), fails):
         model.answer = broken
-        assert proof.refuted()
+        assert proof.is_refuted()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ascendsim import Host, environment, models
-from ascendsim.program import Nursery
+from ascendsim.program import ProgramForkServer
 from weightd.protocol.messages.children import (
     Allow,
     Allowed,
@@ -35,7 +35,7 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.messages.findings import SelfTestCases, DeviceMemory
 from weightd.worker import exits
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
-from weightd.worker.engines.mindspore_lite.gears import recorded
+from weightd.worker.engines.mindspore_lite.gears import parse_gears
 
 if TYPE_CHECKING:
     from tests.worker.conftest import Daemon
@@ -115,9 +115,9 @@ class Card:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Generator[Nursery, None, None]:
+def nursery() -> Generator[ProgramForkServer, None, None]:
     """Forks processes that have imported what a child imports: that is most of a child's time."""
-    with Nursery("weightd.worker.__main__", "weightd.worker.probe") as nursery:
+    with ProgramForkServer("weightd.worker.__main__", "weightd.worker.probe") as nursery:
         yield nursery
 
 
@@ -128,7 +128,7 @@ def host(tmp_path: Path) -> Host:
 
 
 @pytest.fixture
-def card(daemon: Daemon, nursery: Nursery, host: Host, tmp_path: Path) -> Card:
+def card(daemon: Daemon, nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Card:
     daemon.popen, daemon.parent = nursery.popen, nursery.pid
     return Card(daemon, host, models.mlp(tmp_path / "mlp.mindir"))
 
@@ -165,7 +165,7 @@ def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
             card.check(name, rows(size))
     for name in ("w2", "w1", "h"):
         assert card.daemon.stop(name) == exits.OK
-    assert card.host.ledger(0).allocations == ()
+    assert card.host.card_state(0).allocations == ()
 
 
 def test_what_is_left_of_the_card_is_told_after_each_build(card: Card) -> None:
@@ -176,7 +176,7 @@ def test_what_is_left_of_the_card_is_told_after_each_build(card: Card) -> None:
     assert built.device.total_bytes == 32 * 1024 * MIB
     assert built.device.free_bytes < (32 * 1024 - 200) * MIB
     assert 200 * MIB < built.device.free_bytes - attached.device.free_bytes < 300 * MIB
-    assert (card.host.ledger(0).allocations, card.host.copies_of_weights(1)) == ((), 1)
+    assert (card.host.card_state(0).allocations, card.host.copies_of_weights(1)) == ((), 1)
 
 
 def test_a_model_without_a_free_dimension(card: Card, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
     card.host.fault("predict", "fail", times=1)
     failed = card.fails("w", 1, x=rows(1))
     assert (failed.code, failed.leaving) == ("INTERNAL", True)
-    assert card.daemon.stop("w") == exits.SPOILT
+    assert card.daemon.stop("w") == exits.MODEL_CORRUPTED
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
     assert cause in broken.cause
     assert broken.no_room == no_room
     assert card.daemon.stop("w") == exits.CANNOT_BUILD
-    assert card.host.ledger(0).allocations == ()
+    assert card.host.card_state(0).allocations == ()
 
 
 def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card) -> None:
@@ -399,7 +399,7 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
     attached = card.attach("w", dataclasses.replace(built, handle="7"))
     assert (attached.canary, attached.shared_bytes, attached.note) == (built.canary, 0, "sharing is off")
     assert isinstance(attached.device, DeviceMemory)
-    kinds = [each.kind for each in card.host.ledger(0).allocations if "weights" in each.kind]
+    kinds = [each.kind for each in card.host.card_state(0).allocations if "weights" in each.kind]
     assert kinds == ["private weights", "private weights"]
     assert card.daemon.stop("h") == exits.OK
     card.check("w", rows(2))
@@ -418,7 +418,7 @@ def test_a_build_that_names_nobody_is_a_private_one(card: Card) -> None:
 def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
     card: Card, tmp_path: Path, told: bool
 ) -> None:
-    path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), told=told)
+    path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), has_gear_info=told)
     built = card.private(path)
     assert built.gears == (((4,), (8,)) if told else ())
     assert built.canary_cases == ({"x": (4, 64)},)
@@ -479,7 +479,7 @@ def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
     dims: str, shape: str, gears: Tuple[Tuple[int, ...], ...]
 ) -> None:
     inputs = [TensorSignature("x", "FP32", (-1, 64)), TensorSignature("y", "FP32", (-1, 4))]
-    assert recorded(inputs if "y" in shape else inputs[:1], dims, shape) == gears
+    assert parse_gears(inputs if "y" in shape else inputs[:1], dims, shape) == gears
 
 
 # --- datatypes ------------------------------------------------------------------------------------------------
@@ -527,7 +527,7 @@ def test_a_process_counts_the_cards_that_it_sees(card: Card) -> None:
     """A number is that of the list, as the driver counts: a model is never put on a card that is not listed."""
     built = card.pair(ASCEND_RT_VISIBLE_DEVICES="1")
     assert card.attach("w", built).canary == built.canary
-    assert (card.host.copies_of_weights(1), card.host.ledger(0).allocations) == (1, ())
+    assert (card.host.copies_of_weights(1), card.host.card_state(0).allocations) == (1, ())
 
 
 def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
@@ -553,7 +553,7 @@ names, engine.predict({"b": b, "a": a}), engine.predict({"b": a, "a": b})
 
 
 def test_inputs_go_by_name_names_lose_their_padding_and_outputs_stay_as_they_are(
-    nursery: Nursery, host: Host, tmp_path: Path
+    nursery: ProgramForkServer, host: Host, tmp_path: Path
 ) -> None:
     """The library binds inputs by position, pads names, and overwrites its outputs in the next predict."""
     path = models.two_inputs(tmp_path / "two.mindir", padding="  ")
@@ -689,7 +689,7 @@ Ask = Callable[[str], Tuple[int, Dict[str, Any]]]
 
 
 @pytest.fixture
-def probe(nursery: Nursery, host: Host, tmp_path: Path) -> Ask:
+def probe(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Ask:
     """Probe a device; give the exit status and what is told."""
 
     def probe(device: str) -> Tuple[int, Dict[str, Any]]:
@@ -707,7 +707,7 @@ def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
     total = 32 * 1024 * MIB
     expected = {"total_bytes": total, "free_bytes": total - 100 * MIB, "soc": "Ascend910C", "devices": 2}
     assert probe("ascend:1") == (exits.OK, expected)
-    assert host.ledger(1).allocations == ()
+    assert host.card_state(1).allocations == ()
 
 
 @pytest.mark.parametrize(
@@ -749,7 +749,7 @@ acl.initialize()
 """
 
 
-def test_the_layer_beneath(nursery: Nursery, host: Host) -> None:
+def test_the_layer_beneath(nursery: ProgramForkServer, host: Host) -> None:
     program = nursery.start(host)
     facts = program.do(f"{_BENEATH}\nacl.bare_pid(), acl.device_count(), acl.soc_name()")
     assert facts == (program.pid + 100_000, 2, "Ascend910B3")

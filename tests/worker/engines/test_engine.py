@@ -21,7 +21,7 @@ from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, EngineMissing
 from weightd.worker.engines.sharing import SHARING_IS_OFF
-from weightd.worker.pagesharing.chunks import LARGE, LEAST
+from weightd.worker.pagesharing.chunks import LARGE_BLOCK_BYTES, MIN_BLOCK_BYTES
 from weightd.worker.pagesharing.libc import Libc
 
 Built = Callable[[str], Engine]
@@ -89,7 +89,7 @@ def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_wei
 def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
     engine: Engine, model: Model, tmp_path: Path
 ) -> None:
-    alone = ENGINES[engine.name](Settings(1, "cpu", sharing=False))
+    alone = ENGINES[engine.name](Settings(1, "cpu", is_sharing=False))
     alone.build(str(model("relu")))
     assert alone.sharing.export(str(tmp_path / "store")) == alone.sharing.attach("") == SHARING_IS_OFF
     assert not (tmp_path / "store").exists()
@@ -100,7 +100,7 @@ def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
     handle: str, engine: Engine, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapped_from: List[int] = []  # asking malloc instead would depend on the holes that other tests left in its heap
-    give = Libc.give_own_mappings_from
+    give = Libc.set_mmap_threshold
 
     def told(c: Libc, size: int) -> None:
         mapped_from.append(size)
@@ -108,9 +108,9 @@ def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
 
     monkeypatch.setattr(Libc, "give_own_mappings_from", told)
     engine.build(str(model("relu")))
-    assert mapped_from[-1] == LEAST
+    assert mapped_from[-1] == MIN_BLOCK_BYTES
     engine.sharing.attach(handle)
-    assert mapped_from[-1] == LARGE
+    assert mapped_from[-1] == LARGE_BLOCK_BYTES
 
 
 # --- building -------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_the_canary_shows_what_the_engine_does_not_know(name: str, shape: Any, b
     engine = built(name)
     known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
     assert known.note == ""
-    assert canary.observed(engine.signature, known).outputs[0].shape == shape
+    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 
 def test_weights_with_flipped_bits_are_not_noticed_by_the_library_but_by_the_canary(

@@ -197,7 +197,7 @@ def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(name: 
     engine = built(name)
     assert engine.signature.outputs[0].shape is None
     known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
-    assert canary.observed(engine.signature, known).outputs[0].shape == shape
+    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 
 @pytest.mark.parametrize("kind", ["alone"], indirect=True)

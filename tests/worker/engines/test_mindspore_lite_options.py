@@ -231,7 +231,7 @@ def test_what_is_shared_is_estimated_as_the_library_rounds_it(
         (tmp_path / name).write_bytes(bytes(size))
     engine = make("ascend:0")
     engine.build(str(tmp_path / next(iter(files), "gone.mindir")), pids=("1",))
-    assert engine.sharing.export("/s").bytes == mib << 20
+    assert engine.sharing.export("/s").shared_bytes == mib << 20
 
 
 # --- the layer beneath ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from weightd.worker.canary.proof import Proof
 from weightd.worker.engines import ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import Spoilt
-from weightd.worker.engines.mindspore_lite.shapes import Form, covers, grown
+from weightd.worker.engines.mindspore_lite.shapes import InputShapes, covers, grow_shapes
 from weightd.worker.engines.sharing import Shared
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ CASES: Dict[str, List[Shapes]] = {
 
 
 @given(FORMS, FORMS)
-def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: Form, form: Form) -> None:
+def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: InputShapes, form: InputShapes) -> None:
     declared = [(-1,) * len(shape) for shape in form]
-    after = grown(first, form, declared)
+    after = grow_shapes(first, form, declared)
     assert covers(after, form)
     sizes = [sum(int(np.prod(shape)) for shape in each) for each in (first, form, after)]
     assert sizes[2] <= 4 * max(sizes[:2])
@@ -75,11 +75,11 @@ def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: Form, f
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> None:
-    first: Form = ((now, 4),)
+    first: InputShapes = ((now, 4),)
     builds = 0
     for rows in range(1, now + further):
         if not covers(first, ((rows, 4),)):
-            first, builds = grown(first, ((rows, 4),), [(-1, 4)]), builds + 1
+            first, builds = grow_shapes(first, ((rows, 4),), [(-1, 4)]), builds + 1
     assert builds <= 11
 
 
@@ -91,9 +91,9 @@ def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> N
         (((2, 3), (7,)), ((5, 4), (7,)), ((8, 4), (7,))),  # only the rows are rounded up
     ],
 )
-def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(first: Form, form: Form, expected: Form) -> None:
+def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(first: InputShapes, form: InputShapes, expected: InputShapes) -> None:
     declared = [tuple(-1 if dim != 7 else 7 for dim in shape) for shape in form]
-    assert grown(first, form, declared) == expected
+    assert grow_shapes(first, form, declared) == expected
 
 
 # --- The engine -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_answers_are_those_of_a_fresh_process_in_whatever_order_shapes_come(
     @given(st.lists(st.sampled_from(range(len(expected))), min_size=2, max_size=8))
     def check(order: List[int]) -> None:
         engine = make(model(name), kind)
-        engine.by_shape = by_shape
+        engine.should_rebuild_per_shape = by_shape
         compare(engine, name, order, expected)
 
     check()
@@ -235,9 +235,9 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
         return Shared(store, 0, "")
 
     monkeypatch.setattr("weightd.worker.engines.pages.PageSharing.attach", attach)
-    block_bytes = pagesharing.block_bytes()
+    block_bytes = pagesharing.mmap_threshold_bytes()
     engine.predict(values({"x": (2, 1024)}))
-    assert (joined, engine.is_apart, pagesharing.block_bytes()) == ([], True, block_bytes)
+    assert (joined, engine.is_apart, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)
 
 
 def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, kind: str) -> None:
@@ -257,9 +257,9 @@ def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_t
     proof = Proof(engine, known)
     for number in (0, 3, 1, 4, 2, 0):
         inputs = values(CASES["image"][number])
-        found = proof.checked(inputs, engine.predict(inputs))["y"]
+        found = proof.verify(inputs, engine.predict(inputs))["y"]
         assert found.tobytes() == fresh_answers("image")[number].tobytes()
-    assert engine.by_shape
+    assert engine.should_rebuild_per_shape
 
 
 # --- Processes ------------------------------------------------------------------------------------------------

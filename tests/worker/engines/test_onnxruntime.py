@@ -16,7 +16,7 @@ from weightd.worker.engines import onnxfile
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError, Spoilt
 from weightd.worker.engines.onnxruntime import OnnxRuntime
-from weightd.worker.heap import own_bytes
+from weightd.worker.heap import private_bytes
 
 onnxruntime: Any = pytest.importorskip("onnxruntime", reason="MindSpore Lite's interpreter runs its own engine's tests")
 
@@ -102,7 +102,7 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     engine = built("random_output")
     known = cases.found(engine, never)
     assert known.note.startswith("the model gives different answers to the same input, ")
-    assert canary.observed(engine.signature, known).outputs[0].shape == (-1, 4)
+    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == (-1, 4)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     [("relu", False), ("random_output", True), ("rarely_random", True), ("dropout", False), ("trained", True)],
 )
 def test_what_may_draw_at_random_is_told_by_the_file(built: Built, name: str, draws: bool) -> None:
-    assert built(name).draws == draws
+    assert built(name).is_stochastic == draws
 
 
 def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Model, tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Mo
     said, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
     assert content.count(said) == 1
     path.write_bytes(content.replace(said, both))
-    assert onnxfile.draws(path)
+    assert onnxfile.is_stochastic(path)
 
 
 def test_of_a_file_that_is_gone_it_is_feared(fresh: Built, model: Model, tmp_path: Path) -> None:
     engine = fresh("relu")
     vars(engine)["_file"] = tmp_path / "gone"
-    assert engine.draws
+    assert engine.is_stochastic
 
 
 def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
@@ -146,7 +146,7 @@ def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
 def test_a_scalar_output_stays_one(built: Built) -> None:
     engine = built("total")
     known = cases.found(engine, never)
-    assert canary.observed(engine.signature, known).outputs[0].shape == ()
+    assert canary.with_observed_outputs(engine.signature, known).outputs[0].shape == ()
     assert engine.predict({"x": ones(2, 4)})["y"].tolist() == 8
 
 
@@ -188,17 +188,17 @@ def test_bits_are_those_of_a_session_with_the_librarys_defaults(name: str, built
         (expected,) = bare.run(None, inputs)
         for _ in range(2):
             assert engine.predict(inputs)["y"].tobytes() == expected.tobytes()
-            engine.give_back()
+            engine.release_cached_memory()
 
 
 def test_what_is_kept_for_the_next_predict_is_given_back(fresh: Callable[[str], Engine]) -> None:
     engine = fresh("relu")
     x = ones(4_000_000, 4)
-    before = own_bytes()
+    before = private_bytes()
     engine.predict({"x": x})
-    assert own_bytes() - before > x.nbytes * 0.9
-    engine.give_back()
-    assert own_bytes() - before < x.nbytes * 0.1
+    assert private_bytes() - before > x.nbytes * 0.9
+    engine.release_cached_memory()
+    assert private_bytes() - before < x.nbytes * 0.1
 
 
 @pytest.mark.parametrize("name", ["scalar", "integers", "two_batches", "any_rank", "filled"])

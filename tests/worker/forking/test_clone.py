@@ -68,12 +68,12 @@ print(clone.refusal())
 
 def test_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert clone.refusal() == "cannot fork: expected x86_64 or aarch64 under Linux, got riscv64"
+    assert clone.cannot_fork_reason() == "cannot fork: expected x86_64 or aarch64 under Linux, got riscv64"
 
 
 def test_so_is_a_kernel_that_does_not_say_where_the_thread_s_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clone, "_PR_GET_TID_ADDRESS", 1 << 20)
-    assert clone.refusal().startswith("cannot fork: the kernel does not tell where")
+    assert clone.cannot_fork_reason().startswith("cannot fork: the kernel does not tell where")
 
 
 def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +85,4 @@ def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.
 
 def test_a_thread_that_ends_meanwhile_still_counts(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
-    assert clone.refusal(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"
+    assert clone.cannot_fork_reason(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"

@@ -39,7 +39,7 @@ def region(first: int, last: int, anonymous: bool = True) -> Region:
 
 def walk(span: List[Region], heads: Heads) -> List[Tuple[int, int]]:
     """Find chunks, in pages."""
-    return [(chunk.start // PAGE, chunk.size // PAGE) for chunk in chunks.walk(span, reader(heads))]
+    return [(chunk.start // PAGE, chunk.size // PAGE) for chunk in chunks.find_chunks(span, reader(heads))]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_pools_are_regions_of_just_their_size(
     position = 0
     regions: List[Region] = []
     for size, anonymous in span:
-        regions.append(Region(position, position + int(size * chunks.POOL), anonymous))
+        regions.append(Region(position, position + int(size * chunks.POOL_BYTES), anonymous))
         position = regions[-1].end
-    mappings = [chunks.Chunk(int(start * chunks.POOL), int(size * chunks.POOL)) for start, size in found]
-    expected = [(start * chunks.POOL, end * chunks.POOL) for start, end in pools]
-    assert list(chunks.pools([regions], mappings)) == expected
+    mappings = [chunks.Chunk(int(start * chunks.POOL_BYTES), int(size * chunks.POOL_BYTES)) for start, size in found]
+    expected = [(start * chunks.POOL_BYTES, end * chunks.POOL_BYTES) for start, end in pools]
+    assert list(chunks.find_pools([regions], mappings)) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_anonymous_parts(start: int, end: int, parts: List[Tuple[int, int]]) -> 
 
 
 def test_malloc_must_agree_in_number_and_bytes() -> None:
-    chunks.agree(2, 3 * PAGE, MappedBlocks(2, 3 * PAGE, 2**64))
-    chunks.agree(2, 2**32 + PAGE, MappedBlocks(2, PAGE, 2**32))
+    chunks.check_counts(2, 3 * PAGE, MappedBlocks(2, 3 * PAGE, 2**64))
+    chunks.check_counts(2, 2**32 + PAGE, MappedBlocks(2, PAGE, 2**32))
     for other in (MappedBlocks(1, 3 * PAGE, 2**64), MappedBlocks(3, 3 * PAGE, 2**64), MappedBlocks(2, PAGE, 2**64)):
         with pytest.raises(Unavailable, match=r"found 2 malloc mappings of .* malloc counts"):
-            chunks.agree(2, 3 * PAGE, other)
+            chunks.check_counts(2, 3 * PAGE, other)
 
 
 class OtherMalloc(Libc):

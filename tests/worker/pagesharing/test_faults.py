@@ -137,11 +137,11 @@ def test_platforms_without_page_sharing(
 ) -> None:
     monkeypatch.setattr(owner, name, value)
     monkeypatch.delattr(libc, "_load")
-    for verb in (pagesharing.hold, pagesharing.join):
+    for verb in (pagesharing.export_pages, pagesharing.attach_pages):
         with pytest.raises(Unavailable, match=reason):
             verb(str(path))
     pagesharing.prepare()
-    assert pagesharing.begin() is None
+    assert pagesharing.start_build() is None
     assert not path.exists()
 
 
@@ -151,7 +151,7 @@ class Broken(libc.Libc):
     def __init__(self) -> None:
         pass
 
-    def equal(self, one: int, other: int, length: int) -> bool:
+    def is_equal(self, one: int, other: int, length: int) -> bool:
         return True
 
     def map_over(self, address: int, length: int, fd: int, offset: int) -> None:

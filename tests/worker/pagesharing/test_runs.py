@@ -14,13 +14,13 @@ PAGE = 4096
 
 
 def match(addresses: Sequence[int], hashes: Sequence[int], stored: Sequence[int]) -> List[Run]:
-    found = runs.match(
+    found = runs.find_matches(
         np.array(addresses, dtype=np.uint64) * PAGE,
         np.array(hashes, dtype=np.uint64),
         np.array(stored, dtype=np.uint64),
         PAGE,
     )
-    return [Run(run.address // PAGE, run.first, run.pages) for run in found]
+    return [Run(run.address // PAGE, run.first_page, run.page_count) for run in found]
 
 
 def test_runs_start_at_gaps() -> None:
@@ -38,7 +38,7 @@ def test_runs_start_at_gaps() -> None:
     ],
 )
 def test_only_long_runs_are_kept(marked: List[int], starts: List[int], kept: List[int]) -> None:
-    found = runs.long_runs_of(np.array(marked, dtype=np.bool_), np.array(starts, dtype=np.intp), 3)
+    found = runs.keep_long_runs(np.array(marked, dtype=np.bool_), np.array(starts, dtype=np.intp), 3)
     assert [int(value) for value in found] == kept
 
 
@@ -75,9 +75,9 @@ def test_matched_runs_are_equal_and_leave_nothing_out(data: st.DataObject) -> No
     own = dict(zip(addresses, hashes))
     covered: List[int] = []
     for run in match(addresses, hashes, stored):
-        assert run.pages > 0
-        for step in range(run.pages):
-            assert own[run.address + step] == stored[run.first + step]
+        assert run.page_count > 0
+        for step in range(run.page_count):
+            assert own[run.address + step] == stored[run.first_page + step]
             covered.append(run.address + step)
     assert covered == [address for address in addresses if own[address] in stored]
 
@@ -85,4 +85,4 @@ def test_matched_runs_are_equal_and_leave_nothing_out(data: st.DataObject) -> No
 def test_the_longest_runs_are_kept_in_order() -> None:
     several = [Run(1, 0, 5), Run(10, 0, 1), Run(20, 0, 7), Run(30, 0, 5)]
     for count, kept in ((4, several), (3, [several[0], *several[2:]]), (1, [several[2]]), (0, [])):
-        assert runs.longest(several, count) == kept
+        assert runs.longest_runs(several, count) == kept

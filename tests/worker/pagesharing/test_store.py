@@ -21,7 +21,7 @@ def make(path: Path, pages: int = 3) -> bytes:
     """Write a finished store of random pages; return these."""
     content = np.frombuffer(np.random.RandomState(1).bytes(pages * PAGE), dtype=np.uint8)
     new = NewStore(str(path), pages)
-    new.write_page(0, int(content.ctypes.data), pages * PAGE)
+    new.write_pages(0, int(content.ctypes.data), pages * PAGE)
     new.finish(np.arange(pages, dtype=np.uint64))
     return content.tobytes()
 
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(pages: int, tmp_path: Path) -> None:
     path = tmp_path / "store"
     content = make(path, pages)
     opened = OpenStore(str(path), libc())
-    assert (opened.pages, opened.hashes().tolist()) == (pages, list(range(pages)))
+    assert (opened.page_count, opened.read_hashes().tolist()) == (pages, list(range(pages)))
     opened.close()
     assert path.read_bytes()[store.offset_of(0) : store.offset_of(pages)] == content
     assert path.stat().st_size == store.size_of(pages)
@@ -131,9 +131,9 @@ def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytes
 
 def test_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    assert pagesharing.on_disk(str(path)) == pagesharing.on_disk(str(tmp_path))
+    assert pagesharing.is_on_disk(str(path)) == pagesharing.is_on_disk(str(tmp_path))
     if Path("/dev/shm").is_dir():
-        assert not pagesharing.on_disk("/dev/shm/store-that-is-not-there")
+        assert not pagesharing.is_on_disk("/dev/shm/store-that-is-not-there")
 
 
 def test_evicted_pages_come_back(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_evicted_pages_come_back(tmp_path: Path) -> None:
     resident = pagesharing.resident_bytes(str(path))
     assert resident == 51 * PAGE + -(-50 * 8 // PAGE) * PAGE
     pagesharing.evict(str(path))
-    if pagesharing.on_disk(str(path)):
+    if pagesharing.is_on_disk(str(path)):
         assert pagesharing.resident_bytes(str(path)) == 0
-    pagesharing.fetch(str(path))
+    pagesharing.prefetch(str(path))
     until(lambda: pagesharing.resident_bytes(str(path)) == resident, "its pages")
     assert path.read_bytes()[store.offset_of(0) : store.offset_of(50)] == content
 
@@ -156,7 +156,7 @@ def test_other_verbs_refuse_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for verb in (pagesharing.evict, pagesharing.resident_bytes):
         with pytest.raises(Unavailable):
             verb(str(tmp_path / "none"))
-    pagesharing.fetch(str(tmp_path / "none"))
+    pagesharing.prefetch(str(tmp_path / "none"))
     (tmp_path / "empty").touch(0o600)
     assert pagesharing.resident_bytes(str(tmp_path / "empty")) == 0
     make(tmp_path / "store")

@@ -187,7 +187,7 @@ def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it
     failed, _ = group.daemon.hear("r1", Failed)
     assert failed.leaving
     assert "EI0002" in failed.error
-    assert group.daemon.stop("r1") == exits.SPOILT
+    assert group.daemon.stop("r1") == exits.MODEL_CORRUPTED
 
 
 def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: Group) -> None:
@@ -195,7 +195,7 @@ def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: G
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
     group.tell(order, frame_of(X))
     assert group.hear(Broken) == [Broken("step: expected 1, got 2")] * 2
-    assert group.stop() == [exits.SPOILT] * 2
+    assert group.stop() == [exits.MODEL_CORRUPTED] * 2
 
 
 def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) -> None:

@@ -144,9 +144,9 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     status, script = play(engine, ENTER, WARM, STOP)
     assert status == exits.OK
     assert engine.done == ["enter", "load /m/rank1 {}", "predict", "leave"]
-    assert np.array_equal(engine.asked[0]["x"], X)
+    assert np.array_equal(engine.received_inputs[0]["x"], X)
     assert only(Entered, script) == Entered(*SIGNATURE, CARD)
-    assert only(Warmed, script) == Warmed(canary.of(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
+    assert only(Warmed, script) == Warmed(canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
 
     _, script = play(fake(mine), ENTER, encode(Warm(8)), STOP, rank=rank, reply=None)
     warmed = only(Warmed, script)
-    assert warmed.canary == canary.of(CASES, [mine({"x": X})]).digest
+    assert warmed.canary == canary.from_answers(CASES, [mine({"x": X})]).digest
     note = "each rank answers with rows of its own: requests are neither put together nor cut"
     assert warmed.rows == Rows(("x",), (), equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
@@ -278,7 +278,7 @@ def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
 def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play: Play) -> None:
     engine = fake()
     _, script = play(engine, ENTER, encode(Warm(8)), STOP)
-    assert np.array_equal(engine.asked[1]["x"], np.concatenate([X, X]))
+    assert np.array_equal(engine.received_inputs[1]["x"], np.concatenate([X, X]))
     note = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
     assert only(Warmed, script).rows == Rows(("x",), ("y",), equal=False, note=note)
 
@@ -286,12 +286,12 @@ def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play:
 def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     _, script = play(engine, ENTER, encode(Warm(8)), STOP, rank=0)
-    assert [len(each["x"]) for each in engine.asked] == [2, 4]
+    assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
     assert only(Warmed, script).rows is None
     # Also one whose answer is wrong: the others would wait for it.
     engine = fake(lambda inputs: {"y": inputs["x"]})
     _, script = play(engine, ENTER, encode(Warm(8)), STOP)
-    assert [len(each["x"]) for each in engine.asked] == [2, 4]
+    assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
     assert kinds(script)[-1] == "Broken"
 
 
@@ -301,7 +301,7 @@ def test_where_only_some_numbers_of_rows_are_taken_it_is_the_first_other_one(
 ) -> None:
     engine = fake()
     play(engine, ENTER, encode(Warm(8, sizes)), STOP)
-    assert [len(each["x"]) for each in engine.asked] == [2, rows]
+    assert [len(each["x"]) for each in engine.received_inputs] == [2, rows]
 
 
 TOO_MANY = "the model does not run on another number of rows than the canary has: too many"
@@ -361,7 +361,7 @@ def test_another_one_says_that_it_has_run_it(play: Play) -> None:
 def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: List[Any], cause: str, rank: int) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, *orders, predict(9, 9), STOP, rank=rank)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     assert script.sent[-1] == Broken(cause)
     assert engine.done.count("predict") == 1 + (len(orders) > 1)
 
@@ -382,7 +382,7 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
 def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, rank: int) -> None:
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
         status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
-        assert status == exits.SPOILT
+        assert status == exits.MODEL_CORRUPTED
         assert script.sent[3:] == [Failed(1, "INTERNAL", told, leaving=True)]
 
 
@@ -392,7 +392,7 @@ def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
         engine = fake()
         status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
         assert (status, engine.done.count("predict")) == (exits.OK, 3)
-        assert engine.asked[1]["x"][:, 0].tolist() == [4, 5, 5]
+        assert engine.received_inputs[1]["x"][:, 0].tolist() == [4, 5, 5]
         answers = [each for each in script.sent if isinstance(each, expected)]
         assert [each.request for each in answers] == [4, 5, 6]
 
@@ -411,7 +411,7 @@ def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
     job = together(predict(4, 1), predict(5, 2))
     engine = fake(sequence(X * 2, X[:1]))
     status, script = play(engine, ENTER, WARM, *job, STOP)
-    assert (status, engine.done.count("predict")) == (exits.SPOILT, 2)
+    assert (status, engine.done.count("predict")) == (exits.MODEL_CORRUPTED, 2)
     told = "output y has shape [1, 3] for 2 rows"
     assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, leaving=True)]
 
@@ -431,7 +431,7 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
     regions = MappedRegions((MappedInput(0, 1, 0),), outputs)
     engine = fake()
     _, script = play(engine, ENTER, WARM, encode(Map(1)), predict(1, 1, regions=regions), STOP, rank=rank)
-    assert engine.asked[1]["x"].tolist() == [[21, 21, 21]]
+    assert engine.received_inputs[1]["x"].tolist() == [[21, 21, 21]]
     written = np.frombuffer(os.pread(descriptor, 12, 1024), np.float32)
     assert written.tolist() == [42 * rank] * 3
     assert kinds(script)[3:] == ["Result" if rank else "Done"]
@@ -458,5 +458,5 @@ def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play
 
 def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
     status, script = play(fake(sequence(X * 2, Spoilt("x"))), ENTER, WARM, predict(1, 1), None)
-    assert status == exits.SPOILT
+    assert status == exits.MODEL_CORRUPTED
     assert kinds(script)[3:] == ["Failed"]

@@ -18,8 +18,8 @@ from weightd.worker import arguments, child, exits
 
 def main() -> int:
     """Run one child until the daemon stops it; return its exit status."""
-    return child.run(arguments.parse(arguments.given()), child.begin())
+    return child.run(arguments.parse(arguments.read_arguments()), child.prepare_process())
 
 
 if __name__ == "__main__":
-    exits.end(main)
+    exits.run_and_exit(main)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Collection
 
 
-def keep_to(cores: Collection[int]) -> None:
+def set_cpu_affinity(cores: Collection[int]) -> None:
     """Have all threads of this process on these cores, and so each that they will start.
 
     Raises:

@@ -16,13 +16,13 @@ from weightd.worker.engines.errors import BuildError
 PROGRAM = ("-m", "weightd.worker")
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments.
 
     Raises:
         SystemExit: they are not such; the words are on stderr.
     """
-    return parser().parse_args(words)
+    return parser().parse_args(argv)
 
 
 @functools.lru_cache(maxsize=None)
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def given() -> List[str]:
+def read_arguments() -> List[str]:
     """Return the arguments that this process reads from stdin, a JSON list, and those of its command line.
 
     Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty. With
@@ -76,22 +76,22 @@ def given() -> List[str]:
     os.dup2(null, 0)
     os.close(null)
     try:
-        words: Any = json.loads(content)
+        argv: Any = json.loads(content)
     except ValueError:
-        words = None
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in cast(List[object], words)):
+        argv = None
+    if not isinstance(argv, list) or not all(isinstance(word, str) for word in cast(List[object], argv)):
         raise SystemExit("stdin: expected the arguments as a JSON list of strings; weightd starts this process")
-    return [*cast(List[str], words), *sys.argv[1:]]
+    return [*cast(List[str], argv), *sys.argv[1:]]
 
 
-def options(text: str) -> Dict[str, Any]:
+def parse_options(text: str) -> Dict[str, Any]:
     """Return the JSON object; what its keys may be is the engine's business.
 
     Raises:
         BuildError: it is none.
     """
 
-    def unique(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+    def reject_duplicate_keys(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
         options: Dict[str, Any] = {}
         for key, value in pairs:
             if key in options:
@@ -100,7 +100,7 @@ def options(text: str) -> Dict[str, Any]:
         return options
 
     try:
-        options: Any = json.loads(text, object_pairs_hook=unique)
+        options: Any = json.loads(text, object_pairs_hook=reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise BuildError(f"options: not JSON: {error}") from None
     if not isinstance(options, dict):

@@ -33,7 +33,7 @@ from weightd.worker.connection import Connection
 from weightd.worker.engines import ENGINES, RANK_ENGINES
 from weightd.worker.engines.engine import Engine, Settings
 from weightd.worker.engines.errors import BuildError
-from weightd.worker.engines.mindspore import signature
+from weightd.worker.engines.mindspore import read_signature
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
 from weightd.worker.engines.ranks import Meeting as RankMeeting
 from weightd.worker.forking.beginning import Beginning
@@ -50,7 +50,7 @@ _log = logging.getLogger("weightd.worker")
 _LINGER_MS = 2000
 
 
-def begin() -> Beginning:
+def prepare_process() -> Beginning:
     """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
     # As the daemon does: the interpreter may be a script that has raised the limit.
     disable_core_dumps()
@@ -61,18 +61,18 @@ def begin() -> Beginning:
     return Beginning()
 
 
-def belong(role: str, parent: int, beginning: Beginning) -> None:
+def attach_to_parent(role: str, parent_pid: int, process_state: Beginning) -> None:
     """Make this process one of the daemon's children, whether it was started or forked.
 
     Raises:
         SystemExit: the parent has ended.
     """
-    die_with_parent(parent)
-    raise_score(role, daemon_score=beginning.score)
+    die_with_parent(parent_pid)
+    raise_score(role, daemon_score=process_state.oom_score)
 
 
 def run(
-    arguments: argparse.Namespace, beginning: Beginning, origin: str = "spawned", made: Optional[Made] = None
+    arguments: argparse.Namespace, process_state: Beginning, origin: str = "spawned", inherited_model: Optional[Made] = None
 ) -> int:
     """Live until the daemon stops it; return the exit status.
 
@@ -82,23 +82,23 @@ def run(
         origin: how it came to be.
         made: what it has been given.
     """
-    belong(arguments.role, arguments.parent, beginning)
+    attach_to_parent(arguments.role, arguments.parent, process_state)
     if arguments.cores:
-        _stay_on(arguments.cores)
+        _set_cpu_affinity(arguments.cores)
     if arguments.template or origin != "spawned":
-        return _serve(LaneConnection(arguments.address), arguments, beginning, origin, made)
+        return _run_session(LaneConnection(arguments.address), arguments, process_state, origin, inherited_model)
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, arguments.name.encode())
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        return _serve(Connection(socket, arguments.address), arguments, beginning, origin, made)
+        return _run_session(Connection(socket, arguments.address), arguments, process_state, origin, inherited_model)
     finally:
         context.destroy(linger=_LINGER_MS)
 
 
-def _stay_on(cores: str) -> None:
+def _set_cpu_affinity(cores: str) -> None:
     """Have this thread on these cores alone, and so each that it will start: before there is another one.
 
     Raises:
@@ -111,136 +111,136 @@ def _stay_on(cores: str) -> None:
         raise SystemExit(f"cannot run on cores {cores}: {why}") from None
 
 
-def ready(
-    parent: int, beginning: Beginning, shown: Title, words: Sequence[str], made: Optional[Made]
+def make_child_main(
+    parent_pid: int, process_state: Beginning, title: Title, argv: Sequence[str], inherited_model: Optional[Made]
 ) -> Callable[[], int]:
     """Return the life of a process that is forked; `words` are its arguments, but for its parent.
 
     Raises:
         SystemExit: they are not such.
     """
-    words = [*words, "--parent", str(parent)]
-    arguments = words_of.parse(words)
+    argv = [*argv, "--parent", str(parent_pid)]
+    arguments = words_of.parse(argv)
     # Every user of the host may read it: it names no model.
-    command = [shown.first_word, *words_of.PROGRAM, "--role", arguments.role, "--parent", str(parent)]
+    command = [title.first_word, *words_of.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
 
-    def live() -> int:
-        sys.argv = [sys.argv[0], *words]
-        shown.set_title(command)
-        return run(arguments, beginning, "forked" if made is None else "template", made)
+    def child_main() -> int:
+        sys.argv = [sys.argv[0], *argv]
+        title.set_title(command)
+        return run(arguments, process_state, "forked" if inherited_model is None else "template", inherited_model)
 
-    return live
+    return child_main
 
 
-def forker(parent: int, beginning: Beginning) -> Forker:
+def make_forker(parent_pid: int, process_state: Beginning) -> Forker:
     """Return what makes processes of this one, as children of its parent."""
-    return Forker(beginning, functools.partial(ready, parent, beginning, Title()))
+    return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, Title()))
 
 
-def _serve(
+def _run_session(
     connection: Union[Connection, LaneConnection],
     arguments: argparse.Namespace,
-    beginning: Beginning,
+    process_state: Beginning,
     origin: str,
-    made: Optional[Made],
+    inherited_model: Optional[Made],
 ) -> int:
     if arguments.ranks:
-        return _serve_unit(connection, arguments)
+        return _run_rank_or_broker(connection, arguments)
     if arguments.members:
-        return _serve_members(connection, arguments)
+        return _run_model_group(connection, arguments)
     try:
-        engine = _engine(arguments) if made is None else made.engine
+        engine = _make_engine(arguments) if inherited_model is None else inherited_model.engine
     except BuildError as error:
-        return _broken(connection, error, exits.CANNOT_BUILD)
+        return _report_failure(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
+        return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
     try:
-        sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if made is None else made.sha256
+        sha256 = pinned_digest(Path(arguments.model), arguments.pinned) if inherited_model is None else inherited_model.sha256
     except ModelFileError as error:
-        return _broken(connection, error, exits.CANNOT_BUILD)
+        return _report_failure(connection, error, exits.CANNOT_BUILD)
     is_template = arguments.template and arguments.sharing == "on"
     session = (Session if engine.concurrency == 1 else ConcurrentSession)(
         connection,
         engine,
         Files(arguments.model, arguments.store, arguments.weights, arguments.sample),
         arguments.tolerance,
-        origin=Origin(origin, clip(arguments.origin_note), made),
-        heirs=Heirs(arguments.users, forker(arguments.parent, beginning) if is_template else None),
+        origin=Origin(origin, clip(arguments.origin_note), inherited_model),
+        heirs=Heirs(arguments.users, make_forker(arguments.parent, process_state) if is_template else None),
     )
     return session.run(sha256)
 
 
-def _serve_unit(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+def _run_rank_or_broker(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
     """Be one of the processes of a unit."""
     try:
-        meeting = Meeting.from_json(arguments.ranks)
-        kind = RANK_ENGINES[arguments.engine]
-        _live_beside(arguments)
+        rendezvous = Meeting.from_json(arguments.ranks)
+        engine_type = RANK_ENGINES[arguments.engine]
+        _enter_work_dir(arguments)
         if arguments.role == "broker":
-            kind.load_broker(_told(meeting, arguments))
-            return broker.run(connection, functools.partial(kind.serve_broker, _told(meeting, arguments)))
-        says = signature(arguments.model)
-        engine = kind(_told(meeting, arguments))
+            engine_type.load_broker(_to_rank_rendezvous(rendezvous, arguments))
+            return broker.run(connection, functools.partial(engine_type.serve_broker, _to_rank_rendezvous(rendezvous, arguments)))
+        file_signature = read_signature(arguments.model)
+        engine = engine_type(_to_rank_rendezvous(rendezvous, arguments))
         sha256 = pinned_digest(Path(arguments.model), arguments.pinned)
     except (BuildError, ModelFileError) as error:
-        return _broken(connection, error, exits.CANNOT_BUILD)
+        return _report_failure(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
-    given = Given(
-        arguments.model, says, words_of.options(arguments.options), arguments.sample, tolerance=arguments.tolerance
+        return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
+    rank_inputs = Given(
+        arguments.model, file_signature, words_of.parse_options(arguments.options), arguments.sample, tolerance=arguments.tolerance
     )
-    return RankSession(connection, engine, meeting, given).run(sha256)
+    return RankSession(connection, engine, rendezvous, rank_inputs).run(sha256)
 
 
-def _serve_members(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
+def _run_model_group(connection: Union[Connection, LaneConnection], arguments: argparse.Namespace) -> int:
     """Be the process of several models."""
     try:
-        told = Members.from_json(arguments.members)
+        members = Members.from_json(arguments.members)
         group = ModelGroup(
-            arguments.device, told.share, [(each.model, words_of.options(each.options)) for each in told.models]
+            arguments.device, members.share, [(each.model, words_of.parse_options(each.options)) for each in members.models]
         )
-        digests = [pinned_digest(Path(each.model), each.pinned) for each in told.models]
+        digests = [pinned_digest(Path(each.model), each.pinned) for each in members.models]
     except (BuildError, ModelFileError) as error:
-        return _broken(connection, error, exits.CANNOT_BUILD)
+        return _report_failure(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s", error, exc_info=not isinstance(error, WeightdError))
-        return _broken(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
-    return MembersSession(connection, group, told.models).run(joint_digest(digests))
+        return _report_failure(connection, error, exits.NO_ENGINE, f"{sys.executable}: ")
+    return MembersSession(connection, group, members.models).run(joint_digest(digests))
 
 
-def _live_beside(arguments: argparse.Namespace) -> None:
+def _enter_work_dir(arguments: argparse.Namespace) -> None:
     """Have a directory to work in, where libraries write files that may have the same names in each process."""
     directory = Path(arguments.store).with_name(f"{arguments.name}.files")
     directory.mkdir(mode=0o700, exist_ok=True)
     os.chdir(str(directory))
 
 
-def _told(meeting: Meeting, arguments: argparse.Namespace) -> RankMeeting:
+def _to_rank_rendezvous(rendezvous: Meeting, arguments: argparse.Namespace) -> RankMeeting:
     return RankMeeting(
-        meeting.rank,
-        meeting.size,
+        rendezvous.rank,
+        rendezvous.size,
         arguments.device,
         arguments.threads,
-        meeting.host,
-        meeting.port,
-        meeting.table,
-        meeting.group_info,
-        meeting.connect_timeout,
-        meeting.exec_timeout,
-        meeting.buffer_mib,
+        rendezvous.host,
+        rendezvous.port,
+        rendezvous.table,
+        rendezvous.group_info,
+        rendezvous.connect_timeout,
+        rendezvous.exec_timeout,
+        rendezvous.buffer_mib,
     )
 
 
-def _engine(arguments: argparse.Namespace) -> Engine:
+def _make_engine(arguments: argparse.Namespace) -> Engine:
     if arguments.engine not in ENGINES:
         raise BuildError(f"engine: {arguments.engine} runs ranks only")
-    options, sharing = words_of.options(arguments.options), arguments.sharing == "on"
+    options, sharing = words_of.parse_options(arguments.options), arguments.sharing == "on"
     return ENGINES[arguments.engine](Settings(arguments.threads, arguments.device, sharing, options))
 
 
-def _broken(connection: Union[Connection, LaneConnection], error: Exception, status: int, what: str = "") -> int:
-    connection.send(encode(Broken(clip(f"{what}{error}"), transient=is_transient(error))))
+def _report_failure(connection: Union[Connection, LaneConnection], error: Exception, status: int, prefix: str = "") -> int:
+    connection.send(encode(Broken(clip(f"{prefix}{error}"), transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

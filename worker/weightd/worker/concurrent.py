@@ -21,10 +21,10 @@ from weightd.worker.crew import Crew, Unlocked
 from weightd.worker.engines.engine import Engine
 from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.predictor import Predictor, Told
+from weightd.worker.predictor import Predictor, Reply
 from weightd.worker.session import Files, Session
 
-_END: Entry = (Stop(), ())
+_STOP: Entry = (Stop(), ())
 
 
 class ConcurrentSession(Session):
@@ -34,104 +34,104 @@ class ConcurrentSession(Session):
         self, connection: Union[Connection, LaneConnection], engine: Engine, files: Files, *more: Any, **settings: Any
     ) -> None:
         super().__init__(connection, engine, files, *more, **settings)
-        self._crew = Crew(engine.concurrency)
-        self._predictor = Predictor(cast(Engine, Unlocked(engine, self._crew)), self._crew.tell)
+        self._threads = Crew(engine.concurrency)
+        self._predictor = Predictor(cast(Engine, Unlocked(engine, self._threads)), self._threads.report)
         # What was fatal, of which the last one is told last.
-        self._fatal: List[Failed] = []
-        self._is_unheard = False
-        connection.watch(self._crew.descriptor)
+        self._fatal_failures: List[Failed] = []
+        self._is_failure_undelivered = False
+        connection.watch(self._threads.descriptor)
 
     def run(self, sha256: str) -> int:
         """As that of a session."""
         status = super().run(sha256)
-        if self._crew.status == exits.OK:
+        if self._threads.exit_status == exits.OK:
             return status
-        self._status = self._crew.status
-        while not self._is_unheard and not isinstance(self._next()[0], Stop):
+        self._status = self._threads.exit_status
+        while not self._is_failure_undelivered and not isinstance(self._next_order()[0], Stop):
             pass
         return self._status
 
-    def _next(self) -> Entry:
+    def _next_order(self) -> Entry:
         """Have the crew run what comes; return another order when it is its turn, and a `Stop` where no more is run."""
         if self._status != exits.OK:
-            return super()._next()
+            return super()._next_order()
         while True:
-            self._answer_heard()
-            if self._crew.status != exits.OK and self._crew.is_idle:
-                return _END
-            self._share_again()
+            self._send_results()
+            if self._threads.exit_status != exits.OK and self._threads.is_idle:
+                return _STOP
+            self._reshare_weights()
             # What has come meanwhile is read first, as in any session.
-            can_go_on = self._can_go_on()
-            messages = self._connection.receive(0 if can_go_on else self._patience_s)
+            can_go_on = self._can_run_next()
+            messages = self._connection.receive(0 if can_go_on else self._idle_timeout_s)
             if messages:
-                self._take(messages)
+                self._on_messages(messages)
             elif messages is None:
-                self._follow()
-            elif not can_go_on and self._is_quiet():
-                self._when_quiet()
-            if self._can_go_on():
+                self._on_reconnect()
+            elif not can_go_on and self._is_idle():
+                self._on_idle()
+            if self._can_run_next():
                 order, tensors = self._inbox.take()
                 if isinstance(order, Predict):
-                    self._crew.begin(functools.partial(self._predictor.predict, order, tensors))
+                    self._threads.submit(functools.partial(self._predictor.predict, order, tensors))
                 elif isinstance(order, Together):
-                    self._crew.begin(functools.partial(self._predictor.together, tensors, order.rows, order.parties))
+                    self._threads.submit(functools.partial(self._predictor.predict_batch, tensors, order.rows, order.parties))
                 else:
                     return order, tensors
 
-    def _when_quiet(self) -> None:
+    def _on_idle(self) -> None:
         """As in any session. What the crew has said was heard, but it may wake this thread for that only now."""
         if self._status == exits.OK:
-            super()._when_quiet()
+            super()._on_idle()
         else:
-            self._crew.hear()
+            self._threads.take_results()
 
-    def _share_again(self) -> None:
+    def _reshare_weights(self) -> None:
         """Share the weights of a model that was built again, once no predict runs. None begins before that."""
-        if self._engine.is_apart and self._crew.is_idle:
-            self._engine.share_again()
+        if self._engine.has_unshared_weights and self._threads.is_idle:
+            self._engine.reshare_weights()
 
-    def _can_go_on(self) -> bool:
+    def _can_run_next(self) -> bool:
         """Whether it is the turn of the first in the inbox."""
         if not self._inbox:
             return False
-        if isinstance(self._inbox.first, (Predict, Together)) and not self._engine.is_apart:
-            return self._crew.is_free
-        return self._crew.is_idle
+        if isinstance(self._inbox.first, (Predict, Together)) and not self._engine.has_unshared_weights:
+            return self._threads.has_free_thread
+        return self._threads.is_idle
 
-    def _is_quiet(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether nothing was heard that is still to be answered, and nothing will be."""
-        return self._crew.is_idle and not self._inbox
+        return self._threads.is_idle and not self._inbox
 
-    def _answer_heard(self) -> None:
-        heard = self._crew.hear()
-        good: List[Told] = []
-        for told in heard:
+    def _send_results(self) -> None:
+        results = self._threads.take_results()
+        replies: List[Reply] = []
+        for told in results:
             if isinstance(told[0], Failed) and told[0].leaving:
-                self._fatal.append(told[0])
+                self._fatal_failures.append(told[0])
             else:
-                good.append(told)
-        if good:
-            self._answer(*good)
-        if self._crew.is_idle and self._fatal:
+                replies.append(told)
+        if replies:
+            self._reply(*replies)
+        if self._threads.is_idle and self._fatal_failures:
             # After the last one this process has no seat any more, and nobody hears.
-            for failed in self._fatal[:-1]:
-                self._answer((dataclasses.replace(failed, leaving=False), ()))
-            self._answer((self._fatal.pop(), ()))
-            self._fatal.clear()
-        if heard and time.monotonic() >= self._tidy_at:
-            self._tidy()
+            for failed in self._fatal_failures[:-1]:
+                self._reply((dataclasses.replace(failed, leaving=False), ()))
+            self._reply((self._fatal_failures.pop(), ()))
+            self._fatal_failures.clear()
+        if results and time.monotonic() >= self._next_housekeeping_at:
+            self._do_housekeeping()
 
-    def _follow(self) -> None:
+    def _on_reconnect(self) -> None:
         """Another daemon is there, which has asked nothing yet, and has given no memory."""
-        self._crew.wait()
-        self._fatal.clear()
-        if self._crew.status != exits.OK:
+        self._threads.wait_idle()
+        self._fatal_failures.clear()
+        if self._threads.exit_status != exits.OK:
             # Nobody has heard the bad news: that the process ends tells it.
-            self._is_unheard = True
+            self._is_failure_undelivered = True
             return
-        waiting, self._inbox = self._inbox, Inbox()
-        while waiting:
-            order, _ = waiting.take()
+        pending, self._inbox = self._inbox, Inbox()
+        while pending:
+            order, _ = pending.take()
             if not isinstance(order, (Predict, Together, Unmap)):
                 self._inbox.put(order)
         self._predictor.regions.clear()

@@ -11,9 +11,9 @@ from typing import Any, Callable, Deque, List, Optional, Set, Tuple
 
 from weightd.worker import exits
 from weightd.worker.engines.engine import Arrays, Engine
-from weightd.worker.predictor import Told
+from weightd.worker.predictor import Reply
 
-_ENOUGH = 4096
+_READ_BYTES = 4096
 
 
 class Crew:
@@ -29,44 +29,44 @@ class Crew:
         descriptor: can be read when there is something to hear.
     """
 
-    def __init__(self, size: int) -> None:
-        self.status = exits.OK
-        self.descriptor, self._wake = os.pipe()
+    def __init__(self, thread_count: int) -> None:
+        self.exit_status = exits.OK
+        self.descriptor, self._wake_fd = os.pipe()
         os.set_blocking(self.descriptor, False)
         self.lock = threading.Lock()
-        self.members: Set[int] = set()
-        self._size = size
-        self._made = 0
-        self._busy = 0
-        self._todo: queue.SimpleQueue[Callable[[], int]] = queue.SimpleQueue()
-        self._told: Deque[Tuple[Optional[Told], int, Optional[BaseException]]] = collections.deque()
+        self.thread_ids: Set[int] = set()
+        self._max_threads = thread_count
+        self._started_threads = 0
+        self._unfinished = 0
+        self._queue: queue.SimpleQueue[Callable[[], int]] = queue.SimpleQueue()
+        self._events: Deque[Tuple[Optional[Reply], int, Optional[BaseException]]] = collections.deque()
         self._is_woken = False
 
     @property
-    def is_free(self) -> bool:
+    def has_free_thread(self) -> bool:
         """Whether a predict would begin at once, and may."""
-        return self._busy < self._size and self.status == exits.OK
+        return self._unfinished < self._max_threads and self.exit_status == exits.OK
 
     @property
     def is_idle(self) -> bool:
         """Whether every predict has ended, and all was heard that came of it."""
-        return not self._busy
+        return not self._unfinished
 
-    def begin(self, predict: Callable[[], int]) -> None:
+    def submit(self, predict: Callable[[], int]) -> None:
         """Have a member that is free run a predict, which returns what `status` may become."""
-        self._busy += 1
-        if self._busy > self._made:
-            self._made += 1
+        self._unfinished += 1
+        if self._unfinished > self._started_threads:
+            self._started_threads += 1
             # The end of the process waits for none of them.
-            threading.Thread(target=self._work, daemon=True).start()
-        self._todo.put(predict)
+            threading.Thread(target=self._run_thread, daemon=True).start()
+        self._queue.put(predict)
 
-    def tell(self, *told: Told) -> None:
+    def report(self, *results: Reply) -> None:
         """Say something of the predict that this member runs."""
-        for each in told:
-            self._say(each)
+        for each in results:
+            self._post(each)
 
-    def hear(self) -> List[Told]:
+    def take_results(self) -> List[Reply]:
         """Return what was told since.
 
         Raises:
@@ -74,32 +74,32 @@ class Crew:
         """
         # In this order: whatever is said after it was read wakes again, or is heard now.
         with contextlib.suppress(BlockingIOError):
-            os.read(self.descriptor, _ENOUGH)
+            os.read(self.descriptor, _READ_BYTES)
         self._is_woken = False
-        heard: List[Told] = []
-        while self._told:
-            told, status, error = self._told.popleft()
+        results: List[Reply] = []
+        while self._events:
+            told, status, error = self._events.popleft()
             if told is not None:
-                heard.append(told)
+                results.append(told)
                 continue
-            self._busy -= 1
-            self.status = self.status or status
+            self._unfinished -= 1
+            self.exit_status = self.exit_status or status
             if error is not None:
                 raise error
-        return heard
+        return results
 
-    def wait(self) -> None:
+    def wait_idle(self) -> None:
         """Wait until it is idle; what was told is of no use any more."""
         waiting = threading.Event()
         while not self.is_idle:
-            self.hear()
+            self.take_results()
             # Nothing is to be read meanwhile, and it does not matter how soon this ends.
             waiting.wait(0.001)
 
-    def _work(self) -> None:
-        self.members.add(threading.get_ident())
+    def _run_thread(self) -> None:
+        self.thread_ids.add(threading.get_ident())
         while True:
-            predict = self._todo.get()
+            predict = self._queue.get()
             status, error = exits.OK, None
             try:
                 with self.lock:
@@ -108,31 +108,31 @@ class Crew:
                 error = raised
             # It has tensors, and the next wait may be long.
             del predict
-            self._say(None, status, error)
+            self._post(None, status, error)
 
-    def _say(self, told: Optional[Told], status: int = exits.OK, error: Optional[BaseException] = None) -> None:
-        self._told.append((told, status, error))
+    def _post(self, result: Optional[Reply], exit_status: int = exits.OK, error: Optional[BaseException] = None) -> None:
+        self._events.append((result, exit_status, error))
         if not self._is_woken:
             self._is_woken = True
-            os.write(self._wake, b"\0")
+            os.write(self._wake_fd, b"\0")
 
 
 class Unlocked:
     """An engine, which the members of a crew have compute while others go on."""
 
-    def __init__(self, engine: Engine, crew: Crew) -> None:
+    def __init__(self, engine: Engine, threads: Crew) -> None:
         self._engine = engine
-        self._crew = crew
+        self._threads = threads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def predict(self, inputs: Arrays) -> Arrays:
         """As that of the engine."""
-        if threading.get_ident() not in self._crew.members:
+        if threading.get_ident() not in self._threads.thread_ids:
             return self._engine.predict(inputs)
-        self._crew.lock.release()
+        self._threads.lock.release()
         try:
             return self._engine.predict(inputs)
         finally:
-            self._crew.lock.acquire()
+            self._threads.lock.acquire()

@@ -43,10 +43,10 @@ _ROLE = "holder"
 
 def main() -> int:
     """Fork until the daemon has gone; return the exit status."""
-    arguments = _parser().parse_args(words_of.given())
-    beginning = child.begin()
-    child.belong(_ROLE, arguments.parent, beginning)
-    forker = child.forker(arguments.parent, beginning)
+    arguments = _parser().parse_args(words_of.read_arguments())
+    process_state = child.prepare_process()
+    child.attach_to_parent(_ROLE, arguments.parent, process_state)
+    forker = child.make_forker(arguments.parent, process_state)
     try:
         # It is not needed, but what it imports is.
         ENGINES[arguments.engine](Settings(1, "cpu"))
@@ -54,24 +54,24 @@ def main() -> int:
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
         return exits.NO_ENGINE
     words_of.parser()
-    forker.settle()
-    lane = lanes.connected(paths.channel_path(arguments.address))
-    if lane is None:
+    forker.freeze_memory()
+    channel = lanes.connect(paths.channel_path(arguments.address))
+    if channel is None:
         _log.error("%s: nobody listens", paths.channel_path(arguments.address))
         return exits.FAILED
-    return _serve(lane, forker)
+    return _serve(channel, forker)
 
 
-def _serve(lane: Stream, forker: Forker) -> int:
+def _serve(channel: Stream, forker: Forker) -> int:
     decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
 
-    def tell(forked: Forked) -> bool:
-        return lanes.send(lane, encode(forked))
+    def report_forked(forked: Forked) -> bool:
+        return lanes.send(channel, encode(forked))
 
-    while lanes.wait(lane):
+    while lanes.wait_readable(channel):
         messages: List[Any] = []
         try:
-            lanes.read(lane, messages)
+            lanes.read(channel, messages)
         except ConnectionError:
             return exits.OK
         for frames in messages:
@@ -80,7 +80,7 @@ def _serve(lane: Stream, forker: Forker) -> int:
                 return exits.OK
             if not isinstance(order, Fork):
                 raise RemoteProtocolError(f"type: expected fork or stop, got {type(order).__name__.lower()}")
-            forker.fork(order, tell)
+            forker.fork(order, report_forked)
     return exits.OK
 
 
@@ -97,4 +97,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    exits.end(main)
+    exits.run_and_exit(main)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import time
 from typing import Callable
 
-from weightd.worker.pagesharing.libc import PAGE, libc, unsupported
+from weightd.worker.pagesharing.libc import PAGE, libc, unsupported_reason
 
 # Larger blocks are mapped, and cost their pages each time. Before 2.35 glibc takes no larger number.
-_LARGEST_BYTES = 32 * 1024 * 1024
+_MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 
 # Beyond what the process had when it began to keep.
-MOST_KEPT_BYTES = 64 * 1024 * 1024
+MAX_RETAINED_BYTES = 64 * 1024 * 1024
 
 # A large model's next predict may take all of it anew, which costs as much again as that predict.
-_AGAIN_S = 60.0
+_RELEASE_INTERVAL_S = 60.0
 
 
 class Heap:
@@ -30,40 +30,40 @@ class Heap:
         give_back: has the engine give back what it keeps by itself.
     """
 
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back = give_back
-        self._keeps = False
-        self._used_bytes = 0
-        self._again_at = 0.0
+    def __init__(self, release_engine_memory: Callable[[], None]) -> None:
+        self._release_engine_memory = release_engine_memory
+        self._is_retaining = False
+        self._baseline_bytes = 0
+        self._next_release_at = 0.0
 
-    def keep(self) -> None:
+    def retain_freed_memory(self) -> None:
         """Keep what is freed from now on: all that is shared is shared."""
-        if not unsupported():
-            libc().give_own_mappings_from(_LARGEST_BYTES)
-            libc().keep_free_memory(MOST_KEPT_BYTES)
-            self._keeps = True
-            self._used_bytes = own_bytes()
+        if not unsupported_reason():
+            libc().set_mmap_threshold(_MMAP_THRESHOLD_BYTES)
+            libc().set_trim_threshold(MAX_RETAINED_BYTES)
+            self._is_retaining = True
+            self._baseline_bytes = private_bytes()
 
-    def bound(self) -> None:
+    def limit_retained(self) -> None:
         """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
-        if self._keeps and own_bytes() > self._used_bytes + MOST_KEPT_BYTES and time.monotonic() >= self._again_at:
-            self.give_back()
-            self._used_bytes = max(self._used_bytes, own_bytes())
-            self._again_at = time.monotonic() + _AGAIN_S
+        if self._is_retaining and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES and time.monotonic() >= self._next_release_at:
+            self.release_retained()
+            self._baseline_bytes = max(self._baseline_bytes, private_bytes())
+            self._next_release_at = time.monotonic() + _RELEASE_INTERVAL_S
 
-    def give_back(self) -> None:
+    def release_retained(self) -> None:
         """Give back what is kept."""
-        if self._keeps:
-            self._give_back()
+        if self._is_retaining:
+            self._release_engine_memory()
             self.trim()
 
     def trim(self) -> None:
         """Give back what the C library has, whether it is to keep anything or not."""
-        if not unsupported():
-            libc().give_back_free_memory()
+        if not unsupported_reason():
+            libc().trim_heap()
 
 
-def own_bytes() -> int:
+def private_bytes() -> int:
     """Return how much memory of this process is in no file."""
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a path object costs as much as the reading
         resident, shared = file.read().split()[1:3]

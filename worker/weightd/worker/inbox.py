@@ -19,10 +19,10 @@ class Inbox:
     def __init__(self) -> None:
         self._entries: Deque[Entry] = collections.deque()
         # Predicts that are together, of which so many are still to come; and what has come behind the first of them.
-        self._begun: Optional[Together] = None
-        self._parts: List[Any] = []
-        self._missing = 0
-        self._behind: List[Entry] = []
+        self._open_batch: Optional[Together] = None
+        self._items: List[Any] = []
+        self._missing_count = 0
+        self._deferred: List[Entry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -33,12 +33,12 @@ class Inbox:
         Raises:
             RemoteProtocolError: predicts are still to come that are together.
         """
-        if self._begun is not None:
-            self._put_behind(self._begun, order, tensors)
+        if self._open_batch is not None:
+            self._put_in_open_batch(self._open_batch, order, tensors)
         elif isinstance(order, Together):
             if len(order.parties) not in (0, order.parts):
                 raise RemoteProtocolError(f"parties: expected {order.parts}, or none, got {len(order.parties)}")
-            self._begun, self._missing = order, order.parts
+            self._open_batch, self._missing_count = order, order.parts
         else:
             self._entries.append((order, tensors))
 
@@ -55,13 +55,13 @@ class Inbox:
         """The order that is to be obeyed next."""
         return self._entries[0][0]
 
-    def drop_begun(self) -> None:
+    def drop_incomplete_batch(self) -> None:
         """Forget predicts of which some will never come."""
-        if self._begun is not None:
-            self._parts = []
-            self._end(self._begun)
+        if self._open_batch is not None:
+            self._items = []
+            self._close_batch(self._open_batch)
 
-    def skip(self, request: int) -> bool:
+    def cancel(self, request: int) -> bool:
         """A predict is taken back; return whether it was still here."""
         for index, entry in enumerate(self._entries):
             order, tensors = entry
@@ -70,50 +70,50 @@ class Inbox:
                     self._entries.remove(entry)
                     return True
             elif isinstance(order, Together):
-                left = _skip(order, tensors, request)
+                left = _cancel_item(order, tensors, request)
                 if left is not None:
                     if tensors:
                         self._entries[index] = left, tensors
                     else:
                         del self._entries[index]
                     return True
-        begun = None if self._begun is None else _skip(self._begun, self._parts, request)
-        if begun is None:
+        open_batch = None if self._open_batch is None else _cancel_item(self._open_batch, self._items, request)
+        if open_batch is None:
             return False
-        self._begun = begun
+        self._open_batch = open_batch
         return True
 
-    def keep(self, region: int) -> None:
+    def cancel_unmap(self, region: int) -> None:
         """A region is not to be taken away any more, if it was: no predict in between names it."""
-        for entries in (self._entries, self._behind):
+        for entries in (self._entries, self._deferred):
             for entry in entries:
                 if isinstance(entry[0], Unmap) and entry[0].region == region:
                     entries.remove(entry)
                     return
 
-    def _put_behind(self, begun: Together, order: ChildOrder, tensors: Sequence[Any]) -> None:
+    def _put_in_open_batch(self, batch: Together, order: ChildOrder, tensors: Sequence[Any]) -> None:
         if isinstance(order, Predict):
-            self._parts.append((order, tensors))
-            self._missing -= 1
-            if not self._missing:
-                self._end(begun)
+            self._items.append((order, tensors))
+            self._missing_count -= 1
+            if not self._missing_count:
+                self._close_batch(batch)
         elif isinstance(order, Together):
-            raise RemoteProtocolError(f"type: expected predict, {self._missing} more, got together")
+            raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got together")
         else:
             # A region that is taken away may be one that those before name; other orders come another way.
-            self._behind.append((order, tensors))
+            self._deferred.append((order, tensors))
 
-    def _end(self, begun: Together) -> None:
-        if self._parts:
-            self._entries.append((begun, self._parts))
-        self._entries.extend(self._behind)
-        self._begun, self._parts, self._missing, self._behind = None, [], 0, []
+    def _close_batch(self, batch: Together) -> None:
+        if self._items:
+            self._entries.append((batch, self._items))
+        self._entries.extend(self._deferred)
+        self._open_batch, self._items, self._missing_count, self._deferred = None, [], 0, []
 
 
-def _skip(order: Together, parts: Any, request: int) -> Optional[Together]:
+def _cancel_item(order: Together, items: Any, request: int) -> Optional[Together]:
     """Take a predict out of those that are together; return the order without it, None if it is not there."""
-    for index, part in enumerate(parts):
+    for index, part in enumerate(items):
         if part[0].request == request:
-            parts.remove(part)
+            items.remove(part)
             return dataclasses.replace(order, parties=order.parties[:index] + order.parties[index + 1 :])
     return None

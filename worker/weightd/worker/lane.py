@@ -21,12 +21,12 @@ from weightd.shared.stream import Stream, enlarge_send_buffer
 Frames = Sequence[Any]
 
 # How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
-RECONNECT_S = 0.02
+RECONNECT_INTERVAL_S = 0.02
 
-_frames = operator.attrgetter("frames")
+_frames_of = operator.attrgetter("frames")
 
 
-def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
+def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
     """Return a lane to the daemon that listens there, None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -39,46 +39,46 @@ def connected(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]
     return Stream(connection, Incoming(limits.MAX_CHILD_HEADER_BYTES), accepts_descriptors=takes_descriptors)
 
 
-def send(lane: Stream, *messages: Frames) -> bool:
+def send(channel: Stream, *messages: Frames) -> bool:
     """Send messages, together; wait until the kernel has all of them. Return False if the daemon has gone."""
     try:
-        if not _sent(lane, messages):
+        if not _try_send(channel, messages):
             writable = select.poll()
-            writable.register(lane, select.POLLOUT)
-            while not lane.flush():
+            writable.register(channel, select.POLLOUT)
+            while not channel.flush():
                 writable.poll()
     except ConnectionError:
         return False
     return True
 
 
-def _sent(lane: Stream, messages: Sequence[Frames]) -> bool:
+def _try_send(channel: Stream, messages: Sequence[Frames]) -> bool:
     if len(messages) == 1:
-        return lane.send(messages[0])
-    lane.cork()
+        return channel.send(messages[0])
+    channel.cork()
     for frames in messages:
-        lane.send(frames)
-    return lane.uncork()
+        channel.send(frames)
+    return channel.uncork()
 
 
-def read(lane: Stream, messages: List[Frames]) -> None:
+def read(channel: Stream, messages: List[Frames]) -> None:
     """Add what has come; a large frame is read up to its end, and no further.
 
     Raises:
         ConnectionError: the daemon has gone.
     """
-    received = lane.receive()
-    messages += map(_frames, received)
+    received = channel.receive()
+    messages += map(_frames_of, received)
     while received and received[-1].lengths[-1] >= LARGE_BYTES:
-        received = lane.receive()
-        messages += map(_frames, received)
+        received = channel.receive()
+        messages += map(_frames_of, received)
 
 
-def wait(lane: Stream, timeout: float = -1) -> bool:
+def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
     """Wait so many seconds, -1 for any time, for something to read; return whether there is."""
     readable = select.poll()
-    readable.register(lane, select.POLLIN)
-    return bool(readable.poll(None if timeout < 0 else 1000 * timeout))
+    readable.register(channel, select.POLLIN)
+    return bool(readable.poll(None if timeout_s < 0 else 1000 * timeout_s))
 
 
 class LaneConnection:
@@ -90,65 +90,65 @@ class LaneConnection:
 
     def __init__(self, address: str) -> None:
         self._path = paths.channel_path(address)
-        self._readable = select.poll()
-        self._lane: Optional[Stream] = None
-        self._woken_by = -1
+        self._poll = select.poll()
+        self._channel: Optional[Stream] = None
+        self._watched_fd = -1
         self._connect()
-        while self._lane is None:
-            self._connect_later()
+        while self._channel is None:
+            self._retry_connect()
 
-    def receive(self, timeout: float = -1) -> Optional[List[Frames]]:
+    def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
         """As that of a `Connection`: return what has come, nothing in time, or None when another daemon is there."""
         messages: List[Frames] = []
-        while self._lane is not None:
+        while self._channel is not None:
             try:
                 # Where there is much to do there is always something: who waits first, asks the kernel twice.
-                read(self._lane, messages)
+                read(self._channel, messages)
             except ConnectionError:
-                self._readable.unregister(self._lane)
-                self._lane.close()
-                self._lane = None
+                self._poll.unregister(self._channel)
+                self._channel.close()
+                self._channel = None
             else:
-                if messages or not timeout or not self._wait(timeout):
+                if messages or not timeout_s or not self._wait_readable(timeout_s):
                     break
-        if messages or self._lane is not None or not timeout:
+        if messages or self._channel is not None or not timeout_s:
             return messages
-        return self._follow(timeout)
+        return self._wait_reconnect(timeout_s)
 
     def watch(self, descriptor: int) -> None:
         """As that of a `Connection`; while it waits for another daemon it does not look."""
-        self._woken_by = descriptor
-        self._readable.register(descriptor, select.POLLIN)
+        self._watched_fd = descriptor
+        self._poll.register(descriptor, select.POLLIN)
 
     def send(self, *messages: Frames) -> bool:
         """Send messages, together; return False if they are lost, for there is no daemon."""
-        return self._lane is not None and send(self._lane, *messages)
+        return self._channel is not None and send(self._channel, *messages)
 
-    answer = send
+    reply = send
 
     def take_descriptor(self) -> int:
         """As that of a `Connection`."""
-        if self._lane is None or not self._lane.descriptors:
+        if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
-        return self._lane.descriptors.popleft()
+        return self._channel.descriptors.popleft()
 
-    def _wait(self, timeout: float) -> bool:
-        ready = self._readable.poll(None if timeout < 0 else 1000 * timeout)
-        return any(descriptor != self._woken_by for descriptor, _ in ready)
+    def _wait_readable(self, timeout_s: float) -> bool:
+        ready = self._poll.poll(None if timeout_s < 0 else 1000 * timeout_s)
+        return any(descriptor != self._watched_fd for descriptor, _ in ready)
 
-    def _follow(self, timeout: float) -> Optional[List[Frames]]:
-        end = float("inf") if timeout < 0 else time.monotonic() + timeout
-        while self._lane is None:
-            if time.monotonic() >= end:
+    def _wait_reconnect(self, timeout_s: float) -> Optional[List[Frames]]:
+        deadline = float("inf") if timeout_s < 0 else time.monotonic() + timeout_s
+        while self._channel is None:
+            if time.monotonic() >= deadline:
                 return []
-            self._connect_later()
+            self._retry_connect()
         return None
 
     def _connect(self) -> None:
-        self._lane = connected(self._path, takes_descriptors=True)
-        if self._lane is not None:
-            self._readable.register(self._lane, select.POLLIN)
+        self._channel = connect(self._path, takes_descriptors=True)
+        if self._channel is not None:
+            self._poll.register(self._channel, select.POLLIN)
 
-    def _connect_later(self) -> None:
-        time.sleep(RECONNECT_S)
+    def _retry_connect(self) -> None:
+        time.sleep(RECONNECT_INTERVAL_S)
         self._connect()

@@ -8,27 +8,27 @@ from __future__ import annotations
 import contextlib
 from typing import Iterable, Iterator, Tuple
 
-from weightd.worker.pagesharing.libc import libc, unsupported
+from weightd.worker.pagesharing.libc import libc, unsupported_reason
 
 _SMAPS = "/proc/self/smaps"
 
 # A mapping without a file has no path.
-_PATH = 5
+_PATH_FIELD = 5
 
 
-def let_go() -> None:
+def drop_unchanged_pages() -> None:
     """Let go of each page of a library that this process has not changed and cannot: its code and its constants."""
-    if unsupported():
+    if unsupported_reason():
         return
     # Not to count less is no failure.
     with contextlib.suppress(OSError):
         with open(_SMAPS, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a path object costs memory
-            mappings = list(unchanged(file))
+            mappings = list(unchanged_mappings(file))
         for begin, end in mappings:
-            libc().let_go(begin, end - begin)
+            libc().drop_file_pages(begin, end - begin)
 
 
-def unchanged(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
+def unchanged_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
     """Yield begin and end of each mapping of a library that cannot be written to, and has no page of its own.
 
     What a loader has put right before it was protected is such a page: without it the library would be of no use.
@@ -36,11 +36,11 @@ def unchanged(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
     Args:
         lines: of /proc/PID/smaps.
     """
-    place, is_meant = "", False
+    address_range, is_candidate = "", False
     for line in lines:
         words = line.split()
         if not words[0].endswith(":"):
-            place, is_meant = words[0], "w" not in words[1] and len(words) > _PATH and ".so" in words[_PATH]
-        elif words[0] == "Anonymous:" and is_meant and words[1] == "0":
-            begin, _, end = place.partition("-")
+            address_range, is_candidate = words[0], "w" not in words[1] and len(words) > _PATH_FIELD and ".so" in words[_PATH_FIELD]
+        elif words[0] == "Anonymous:" and is_candidate and words[1] == "0":
+            begin, _, end = address_range.partition("-")
             yield int(begin, 16), int(end, 16)

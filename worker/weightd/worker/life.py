@@ -39,22 +39,22 @@ from weightd.worker.engines.engine import ModelSignature
 from weightd.worker.engines.errors import BuildError, NoRoom
 from weightd.worker.inbox import Entry, Inbox
 from weightd.worker.lane import LaneConnection
-from weightd.worker.predictor import Predictor, Told
+from weightd.worker.predictor import Predictor, Reply
 
 _PYTHON = platform.python_version()
 
 _log = logging.getLogger("weightd.worker")
 
 # How often what a predict leaves behind is looked at while they come.
-TIDY_S = 1.0
+HOUSEKEEPING_INTERVAL_S = 1.0
 
 
-def versions(engine: Mapping[str, str]) -> Dict[str, str]:
+def all_versions(engine_versions: Mapping[str, str]) -> Dict[str, str]:
     """Return the versions of all that computes here; `engine` are those of its libraries."""
-    return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine}
+    return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine_versions}
 
 
-def check(signature: ModelSignature) -> None:
+def check_signature(signature: ModelSignature) -> None:
     """Requests and answers give tensors by name: no two may have the same. And the wire has to carry it.
 
     Raises:
@@ -82,8 +82,8 @@ class Life(abc.ABC):
         self._connection = connection
         self._status = exits.OK
         self._decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
-        self._tidy_at = 0.0
-        self._patience_s = -1.0
+        self._next_housekeeping_at = 0.0
+        self._idle_timeout_s = -1.0
         self._inbox = Inbox()
 
     def run(self, sha256: str) -> int:
@@ -92,111 +92,111 @@ class Life(abc.ABC):
         Args:
             sha256: digest of the model.
         """
-        self._send(self._hello(sha256))
+        self._send(self._make_hello(sha256))
         while self._status == exits.OK:
-            order, tensors = self._next()
+            order, tensors = self._next_order()
             if isinstance(order, Predict):
                 self._status = self._predictor.predict(order, tensors)
             elif isinstance(order, Together):
-                self._status = self._predictor.together(tensors, order.rows, order.parties)
+                self._status = self._predictor.predict_batch(tensors, order.rows, order.parties)
             elif isinstance(order, Stop):
                 return exits.OK
             else:
-                self._status = self._obey(order)
+                self._status = self._execute_order(order)
             # They may be large, and the next wait long.
             del order, tensors
-            if time.monotonic() >= self._tidy_at:
-                self._tidy()
+            if time.monotonic() >= self._next_housekeeping_at:
+                self._do_housekeeping()
         # The daemon has the bad news and will say Stop: leaving before it does could lose them.
-        while not isinstance(self._next()[0], Stop):
+        while not isinstance(self._next_order()[0], Stop):
             pass
         return self._status
 
     @abc.abstractmethod
-    def _hello(self, sha256: str) -> Hello:
+    def _make_hello(self, sha256: str) -> Hello:
         """Return what this process is."""
 
     @abc.abstractmethod
-    def _do(self, order: ChildOrder) -> None:
+    def _handle_order(self, order: ChildOrder) -> None:
         """Obey one that is no request. Whatever is raised is told, and ends the process."""
 
-    def _next(self) -> Entry:
+    def _next_order(self) -> Entry:
         """Wait for an order. What has come meanwhile is read first: a Skip overtakes what it is about."""
         while True:
-            messages = self._connection.receive(0 if self._inbox else self._patience_s)
+            messages = self._connection.receive(0 if self._inbox else self._idle_timeout_s)
             if messages:
-                self._take(messages)
+                self._on_messages(messages)
             if self._inbox:
                 return self._inbox.take()
             if messages is not None:
                 if not messages:
-                    self._when_quiet()
+                    self._on_idle()
             elif self._status == exits.OK:
-                self._inbox.drop_begun()
+                self._inbox.drop_incomplete_batch()
                 self._predictor.regions.clear()
-                self._send(self._back())
+                self._send(self._make_reconnected())
             else:
                 # This daemon may not have heard the bad news: that the process ends tells it.
                 return Stop(), ()
 
-    def _back(self) -> Back:
+    def _make_reconnected(self) -> Back:
         """What another daemon is told."""
         return Back()
 
-    def _take(self, messages: Sequence[Sequence[Any]]) -> None:
+    def _on_messages(self, messages: Sequence[Sequence[Any]]) -> None:
         for frames in messages:
             order = self._decoder.decode(frames)
             if isinstance(order, Predict):
-                self._take_predict(order, frames[limits.MAX_HEADER_FRAMES :])
+                self._on_predict(order, frames[limits.MAX_HEADER_FRAMES :])
             elif isinstance(order, Skip):
-                self._skip(order)
+                self._on_cancel_predict(order)
             elif isinstance(order, Map):
                 # No predict before it can mean another one: its number is new, or that of a region that is given again.
-                self._inbox.keep(order.region)
+                self._inbox.cancel_unmap(order.region)
                 self._predictor.regions.map(order.region, self._connection.take_descriptor())
             else:
                 self._inbox.put(order)
 
-    def _take_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
+    def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
         self._inbox.put(order, tensors)
 
-    def _skip(self, order: Skip) -> None:
-        if self._inbox.skip(order.request):
-            self._answer((Skipped(order.request), ()))
+    def _on_cancel_predict(self, order: Skip) -> None:
+        if self._inbox.cancel(order.request):
+            self._reply((Skipped(order.request), ()))
 
-    def _tidy(self) -> None:
+    def _do_housekeeping(self) -> None:
         """Bound what libraries leave behind with each predict."""
-        nativelog.bound()
-        self._tidy_at = time.monotonic() + TIDY_S
+        nativelog.truncate_if_too_large()
+        self._next_housekeeping_at = time.monotonic() + HOUSEKEEPING_INTERVAL_S
 
     @abc.abstractmethod
-    def _when_quiet(self) -> None:
+    def _on_idle(self) -> None:
         """Nothing has come for as long as `_patience_s` says."""
 
-    def _obey(self, order: ChildOrder) -> int:
+    def _execute_order(self, order: ChildOrder) -> int:
         if isinstance(order, Unmap):
             self._predictor.regions.unmap(order.region)
             return exits.OK
         try:
-            self._do(order)
+            self._handle_order(order)
         except WeightdError as error:
             no_room, transient = isinstance(error, NoRoom), is_transient(error)
-            return self._broken(str(error), exits.CANNOT_BUILD, no_room=no_room, transient=transient)
+            return self._report_failure(str(error), exits.CANNOT_BUILD, is_out_of_memory=no_room, is_transient=transient)
         except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
             _log.exception("%s", type(order).__name__)
             cause = f"{type(error).__name__}: {error}"
-            return self._broken(cause, exits.FAILED, transient=is_transient(error) or mentions_transient(cause))
+            return self._report_failure(cause, exits.FAILED, is_transient=is_transient(error) or mentions_transient(cause))
         return exits.OK
 
-    def _broken(self, cause: str, status: int, *, no_room: bool = False, transient: bool = False) -> int:
+    def _report_failure(self, cause: str, status: int, *, is_out_of_memory: bool = False, is_transient: bool = False) -> int:
         _log.error("%s", cause)
-        self._send(Broken(clip(cause), no_room, transient))
+        self._send(Broken(clip(cause), is_out_of_memory, is_transient))
         return status
 
     def _send(self, message: object) -> None:
         self._connection.send(encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES))
 
-    def _answer(self, *answers: Told) -> None:
-        self._connection.answer(
+    def _reply(self, *answers: Reply) -> None:
+        self._connection.reply(
             *[[*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *tensors] for message, tensors in answers]
         )

@@ -18,12 +18,12 @@ from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.group import ModelGroup
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check, versions
-from weightd.worker.predictor import Asked, Predictor
+from weightd.worker.life import Life, check_signature, all_versions
+from weightd.worker.predictor import PredictItem, Predictor
 from weightd.worker.regions import Regions
 
 
-class _Question(NamedTuple):
+class _SelfTestInputs(NamedTuple):
     """What a model is proved by: no case where there is none."""
 
     cases: SelfTestCases
@@ -45,53 +45,53 @@ class MembersSession(Life):
         super().__init__(connection)
         self._group = group
         self._members = members
-        self._each = _Each([Predictor(engine, self._answer) for engine in group.engines])
-        self._predictor = cast(Predictor, self._each)
+        self._predictors = _ModelPredictors([Predictor(engine, self._reply) for engine in group.engines])
+        self._predictor = cast(Predictor, self._predictors)
 
-    def _hello(self, sha256: str) -> Hello:
-        return Hello(str(os.getpid()), sha256, versions(self._group.engines[0].versions()), NotShared.traits)
+    def _make_hello(self, sha256: str) -> Hello:
+        return Hello(str(os.getpid()), sha256, all_versions(self._group.engines[0].versions()), NotShared.traits)
 
-    def _do(self, order: ChildOrder) -> None:
+    def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, Enter):
-            self._enter()
+            self._join_group()
         elif isinstance(order, Warm):
-            self._warm()
+            self._run_selftests()
         elif isinstance(order, Ping):
             self._send(Pong())
         elif not isinstance(order, Settle):
             raise RemoteProtocolError(f"type: expected what a group is told, got {type(order).__name__.lower()}")
 
-    def _enter(self) -> None:
+    def _join_group(self) -> None:
         self._group.build()
         signatures = [each.signature for each in self._group.engines]
         for each in signatures:
-            check(each)
+            check_signature(each)
         self._send(Entered((), (), self._group.engines[0].memory(), tuple(Member(*each) for each in signatures)))
 
-    def _warm(self) -> None:
+    def _run_selftests(self) -> None:
         """Run each canary before and after those of all others: what they share must change no answer."""
-        questions = [_question(engine, each) for engine, each in zip(self._group.engines, self._members)]
-        first = [_asked(engine, each) for engine, each in zip(self._group.engines, questions)]
-        shown: List[Proof] = []
-        for number, (engine, question, before) in enumerate(zip(self._group.engines, questions, first)):
+        selftest_inputs = [_selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)]
+        first_runs = [_run_selftest(engine, each) for engine, each in zip(self._group.engines, selftest_inputs)]
+        results: List[Proof] = []
+        for number, (engine, question, before) in enumerate(zip(self._group.engines, selftest_inputs, first_runs)):
             tolerance = self._members[number].tolerance
-            after = _asked(engine, question)
+            after = _run_selftest(engine, question)
             if canary.difference(before, after) > tolerance:
                 path = self._members[number].model
                 raise BuildError(f"{path}: the canary's answer changed when the other models of the group had run")
-            predictor = self._each.predictors[number]
-            predictor.proof = proofs.Proof(engine, before, question.sample, tolerance)
-            shown.append(Proof(before.digest, question.cases))
-        self._send(Warmed("", (), None, self._group.engines[0].memory(), tuple(shown)))
+            predictor = self._predictors.predictors[number]
+            predictor.verifier = proofs.Proof(engine, before, question.sample, tolerance)
+            results.append(Proof(before.digest, question.cases))
+        self._send(Warmed("", (), None, self._group.engines[0].memory(), tuple(results)))
 
-    def _back(self) -> Back:
-        return Back(self._each.step)
+    def _make_reconnected(self) -> Back:
+        return Back(self._predictors.step)
 
-    def _when_quiet(self) -> None:
+    def _on_idle(self) -> None:
         """Do nothing."""
 
 
-class _Each:
+class _ModelPredictors:
     """The predictors of the models, of which a request names one.
 
     Attributes:
@@ -107,12 +107,12 @@ class _Each:
             each.regions = self.regions
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
-        return self._of([order]).predict(order, frames)
+        return self._predictor_of([order]).predict(order, frames)
 
-    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
-        return self._of([order for order, _ in parts]).together(parts, rows, parties)
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+        return self._predictor_of([order for order, _ in items]).predict_batch(items, rows, parties)
 
-    def _of(self, orders: Sequence[Predict]) -> Predictor:
+    def _predictor_of(self, orders: Sequence[Predict]) -> Predictor:
         members = {order.member for order in orders}
         if len(members) != 1 or max(members) >= len(self.predictors):
             raise RemoteProtocolError(f"member: expected one below {len(self.predictors)}, got {sorted(members)}")
@@ -120,17 +120,17 @@ class _Each:
         return self.predictors[members.pop()]
 
 
-def _question(engine: Engine, member: told.Member) -> _Question:
+def _selftest_inputs_of(engine: Engine, member: told.Member) -> _SelfTestInputs:
     """What a model is asked: its sample, or what is made up where only one shape can be."""
     signature = engine.signature
     if member.sample:
         arrays = sample.load(member.sample, signature)
         case: SelfTestCase = {name: tuple(array.shape) for name, array in arrays.items()}
-        return _Question((case,), arrays)
+        return _SelfTestInputs((case,), arrays)
     if any(each.shape is None or -1 in each.shape for each in signature.inputs):
-        return _Question((), None)
-    return _Question(({each.name: each.shape or () for each in signature.inputs},), None)
+        return _SelfTestInputs((), None)
+    return _SelfTestInputs(({each.name: each.shape or () for each in signature.inputs},), None)
 
 
-def _asked(engine: Engine, question: _Question) -> canary.Canary:
-    return canary.run(engine, question.cases, question.sample)
+def _run_selftest(engine: Engine, selftest_inputs: _SelfTestInputs) -> canary.Canary:
+    return canary.run(engine, selftest_inputs.cases, selftest_inputs.sample)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import List, Optional, Pattern, Type
 
 _STDERR = 2
-_MAX_READ = 64 * 1024
+_MAX_READ_BYTES = 64 * 1024
 _MAX_LINES = 4
 
 # The log is cut when it has grown over this, so that a library which logs on every predict cannot fill the disk.
@@ -29,9 +29,9 @@ class NativeLog:
     def __init__(self, error_line: Pattern[str]) -> None:
         self._error_line = error_line
 
-    def cause_of(self, error: Type[Exception]) -> _CauseOf:
+    def translate_errors(self, error: Type[Exception]) -> _ErrorTranslator:
         """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
-        return _CauseOf(self, error)
+        return _ErrorTranslator(self, error)
 
     @staticmethod
     def size() -> int:
@@ -46,8 +46,8 @@ class NativeLog:
         # Reading through /proc opens the file anew: stderr itself is open for writing only.
         try:
             with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
-                log.seek(max(start, size - _MAX_READ))
-                lines = log.read(_MAX_READ).decode("utf-8", "replace").splitlines()
+                log.seek(max(start, size - _MAX_READ_BYTES))
+                lines = log.read(_MAX_READ_BYTES).decode("utf-8", "replace").splitlines()
         except OSError:
             return []
         found = [match.group("text").strip() for match in map(self._error_line.match, lines) if match]
@@ -55,7 +55,7 @@ class NativeLog:
         return list(dict.fromkeys(found))[:_MAX_LINES]
 
 
-class _CauseOf:
+class _ErrorTranslator:
     """What `NativeLog.cause_of` returns: around each predict a generator would cost more than all else here."""
 
     __slots__ = ("_error", "_log", "_start")
@@ -86,7 +86,7 @@ def _size() -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
 
-def bound() -> None:
+def truncate_if_too_large() -> None:
     """Empty the log if it has grown too large."""
     if _size() > _MAX_LOG_BYTES:
         os.ftruncate(_STDERR, 0)

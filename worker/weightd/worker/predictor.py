@@ -28,23 +28,23 @@ from weightd.worker.regions import Regions
 _log = logging.getLogger("weightd.worker")
 
 # Jobs of which it is remembered how they are put together, and the most parts of such a one.
-_MAX_JOINTS = 64
-_MAX_JOINT_PARTS = 64
+_MAX_MERGED_REQUESTS = 64
+_MAX_MERGED_ITEMS = 64
 
 # Parties whose requests are run one by one. Where there are more, those of all are.
-_MAX_APART = limits.MAX_TENANTS
+_MAX_UNBATCHABLE_PARTIES = limits.MAX_TENANTS
 
 # Requests with special values of a party, after which its requests are not sent together with others any more: each
 # costs those that come with it the time of another predict.
-_MANY_SPECIAL = 64
+_MAX_SPECIAL_REQUESTS = 64
 
-Told = Tuple[object, Sequence[Any]]
+Reply = Tuple[object, Sequence[Any]]
 """A message, and its tensors."""
 
-Asked = Tuple[Predict, Sequence[Any]]
+PredictItem = Tuple[Predict, Sequence[Any]]
 """A request, and its tensors that have frames."""
 
-_form = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
+_layout_of = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
 
 class Predictor:
@@ -59,71 +59,71 @@ class Predictor:
         proof: what is known of right answers; None before that is known.
     """
 
-    def __init__(self, engine: Engine, answer: Callable[..., None]) -> None:
+    def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
         self.regions = Regions()
-        self.proof: Optional[Proof] = None
+        self.verifier: Optional[Proof] = None
         self._engine = engine
-        self._answer = answer
+        self._reply = reply
         # The last answer that was sent as the engine gave it, and what it was an answer to.
-        self._usual: Tuple[Any, ...] = ()
-        self._usual_description: Any = None
-        self._joints: Dict[Tuple[int, ...], Joint] = {}
-        self._sizes: Sequence[int] = ()
+        self._last_layout: Tuple[Any, ...] = ()
+        self._last_description: Any = None
+        self._merged_requests: Dict[Tuple[int, ...], Joint] = {}
+        self._allowed_batch_sizes: Sequence[int] = ()
         # Whether requests that come together are run so, and by what it is tested that their answers are the same.
-        self._joins = True
-        self._special: Sequence[Special] = ()
+        self._is_batching = True
+        self._special_kinds: Sequence[Special] = ()
         # How many requests with special values have come of each party.
-        self._counts: collections.Counter[int] = collections.Counter()
+        self._special_counts: collections.Counter[int] = collections.Counter()
         # Why requests of these parties are not run together with others.
-        self._apart: Dict[int, str] = {}
-        self._trials: Optional[Trials] = None
+        self._unbatchable_parties: Dict[int, str] = {}
+        self._shadow_checks: Optional[Trials] = None
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
         """Run the model on what has come, and answer; return the status with which the process is to end, or OK."""
         try:
-            asked, regions, placed = order.description, order.regions, None
-            inputs = self._inputs_of(order, frames)
+            request_description, regions, placed = order.description, order.regions, None
+            inputs = self._input_arrays(order, frames)
             outputs = self._engine.predict(inputs)
-            if (asked, *outputs, *map(_form, outputs.values())) == self._usual:
-                description = self._usual_description
+            if (request_description, *outputs, *map(_layout_of, outputs.values())) == self._last_layout:
+                description = self._last_description
             else:
-                outputs, description = self._checked(asked, inputs, outputs)
+                outputs, description = self._verify_outputs(request_description, inputs, outputs)
             rest = [*map(frame_of, outputs.values())]
             if regions is not None:
-                placed, rest = self._placed(regions, rest)
-            self._answer((Result(order.request, description, placed), rest))
+                placed, rest = self._write_to_regions(regions, rest)
+            self._reply((Result(order.request, description, placed), rest))
         except RequestError as error:
-            return self._fail(order, error, leaving=not self._survives(error))
+            return self._fail(order, error, is_leaving=not self._is_model_intact(error))
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
-            return self._fail_unforeseen(order, error)
+            return self._fail_unexpected(order, error)
         return exits.OK
 
-    def _checked(
-        self, asked: RequestDescription, inputs: Arrays, outputs: Arrays
+    def _verify_outputs(
+        self, request_description: RequestDescription, inputs: Arrays, outputs: Arrays
     ) -> Tuple[Arrays, ResponseDescription]:
         """What is sent of the engine's answer, and its description.
 
         All that it takes to find out is known of the request's description, and the names and forms of the outputs.
         Most requests are like the one before: what need not be changed is remembered.
         """
-        form = (asked, *outputs, *map(_form, outputs.values()))
-        if self.proof is not None:
-            outputs = self.proof.checked(inputs, outputs)
-        arrays = _sendable(outputs if asked.outputs is None else {name: outputs[name] for name in asked.outputs})
-        description = describe_response(asked.model_name, arrays)
-        if asked.outputs is None and all(arrays[name] is outputs[name] for name in outputs):
-            self._usual, self._usual_description = form, description
+        form = (request_description, *outputs, *map(_layout_of, outputs.values()))
+        if self.verifier is not None:
+            outputs = self.verifier.verify(inputs, outputs)
+        arrays = _to_wire_arrays(outputs if request_description.outputs is None else {name: outputs[name] for name in request_description.outputs})
+        description = describe_response(request_description.model_name, arrays)
+        if request_description.outputs is None and all(arrays[name] is outputs[name] for name in outputs):
+            self._last_layout, self._last_description = form, description
         return arrays, description
 
-    def begin(
+    def configure_batching(
         self,
-        rows: int,
-        sizes: Sequence[int],
+        max_rows: int,
+        allowed_batch_sizes: Sequence[int],
         *,
-        exact: bool,
+        is_exact: bool,
         case: Optional[SelfTestCase] = None,
-        compared: int = 0,
-        special: Sequence[str] = (),
+        compared_rows: int = 0,
+        special_kinds: Sequence[str] = (),
     ) -> None:
         """The model is built and attached.
 
@@ -135,28 +135,28 @@ class Predictor:
             compared: each number of rows up to this one.
             special: kinds of floats: requests that have such values are run alone, if answers have to be the same.
         """
-        self._special = [Special(each) for each in special] if exact else []
-        self._sizes = sorted(sizes)
-        self._trials = Trials(self._engine, rows, self._sizes, case, compared) if exact else None
+        self._special_kinds = [Special(each) for each in special_kinds] if is_exact else []
+        self._allowed_batch_sizes = sorted(allowed_batch_sizes)
+        self._shadow_checks = Trials(self._engine, max_rows, self._allowed_batch_sizes, case, compared_rows) if is_exact else None
 
     @property
-    def is_audit_due(self) -> bool:
+    def is_shadow_check_due(self) -> bool:
         """Whether requests that were run together are to be run again alone, when nothing else is to be done."""
-        return self._trials is not None and self._trials.is_due
+        return self._shadow_checks is not None and self._shadow_checks.is_due
 
-    def audit(self) -> None:
+    def run_shadow_check(self) -> None:
         """Run them, and nothing together any more if their answers differ.
 
         Raises:
             Spoilt: the model is.
         """
-        if self._trials is not None:
+        if self._shadow_checks is not None:
             try:
-                self._trials.again()
+                self._shadow_checks.recheck()
             except (NotTogether, InvalidArgument) as error:
-                self._learn_difference(error)
+                self._on_rows_differ(error)
 
-    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
         """Run the model once on the rows of several requests, and answer each; return as `predict` does.
 
         What cannot be run or divided so is run one by one: then only that fails whose fault it is.
@@ -167,144 +167,144 @@ class Predictor:
             parties: whose each of them is, if it is tested that each has the answer that it has alone.
         """
         try:
-            joint = self._joint(parts, rows)
-            if len(parts) > 1 and not (self._joins and (self._trials is None or self._trials.takes(joint))):
-                return self._one_by_one(parts)
-            inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
-            if len(parts) > 1 and (self._apart or self._special):
-                alone = self._alone(joint, inputs, parties)
-                if alone:
-                    return self._without(alone, parts, parties)
-            outputs, shares = self._run(joint, inputs, parts, parties)
-            return self._share(parts, shares, outputs)
+            merged = self._merged_request(items, rows)
+            if len(items) > 1 and not (self._is_batching and (self._shadow_checks is None or self._shadow_checks.can_batch(merged))):
+                return self._predict_each(items)
+            inputs = merged.merge_inputs([self._input_bytes(order, frames) for order, frames in items])
+            if len(items) > 1 and (self._unbatchable_parties or self._special_kinds):
+                alone_indices = self._indices_to_run_alone(merged, inputs, parties)
+                if alone_indices:
+                    return self._predict_apart(alone_indices, items, parties)
+            outputs, slices = self._run(merged, inputs, items, parties)
+            return self._reply_slices(items, slices, outputs)
         except NotTogether as error:
-            return self._part(parts, error)
+            return self._on_not_batchable(items, error)
         except RequestError as error:
-            return self._refused(parts, error)
+            return self._on_request_error(items, error)
         except Exception as error:  # noqa: BLE001 - as for one
-            return self._fail_unforeseen(parts[0][0], error)
+            return self._fail_unexpected(items[0][0], error)
 
-    def _alone(self, joint: Joint, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
+    def _indices_to_run_alone(self, merged: Joint, inputs: Arrays, parties: Tuple[int, ...]) -> Sequence[int]:
         """Return the positions of requests that are run alone, because of whose they are or because of their values."""
-        found = {index for index, each in enumerate(parties) if each in self._apart}
+        found = {index for index, each in enumerate(parties) if each in self._unbatchable_parties}
         # The daemon does not know of these parties yet, or is another one than that which does.
         for party in sorted({parties[index] for index in found}):
-            self._answer((Unequal(self._apart[party], (party,)), ()))
-        if self._special:
-            names = [each.name for each in joint.specs]
-            special = joint.parts_of(rows_with_special_values(inputs, names, self._special))
+            self._reply((Unequal(self._unbatchable_parties[party], (party,)), ()))
+        if self._special_kinds:
+            names = [each.name for each in merged.specs]
+            special = merged.items_with_rows(rows_with_special_values(inputs, names, self._special_kinds))
             found.update(special)
             if special and parties:
                 self._count_special([parties[index] for index in special])
         return sorted(found)
 
     def _count_special(self, parties: Sequence[int]) -> None:
-        if len(self._counts) >= _MAX_APART:
-            self._counts.clear()
-        self._counts.update(parties)
-        many = [each for each in dict.fromkeys(parties) if self._counts[each] >= _MANY_SPECIAL]
-        if many and len(self._apart) < _MAX_APART:
-            kinds = ", ".join(each.value for each in self._special)
-            self._learn_difference(RowsDiffer(f"many have values that are run alone ({kinds})", many))
+        if len(self._special_counts) >= _MAX_UNBATCHABLE_PARTIES:
+            self._special_counts.clear()
+        self._special_counts.update(parties)
+        exceeding = [each for each in dict.fromkeys(parties) if self._special_counts[each] >= _MAX_SPECIAL_REQUESTS]
+        if exceeding and len(self._unbatchable_parties) < _MAX_UNBATCHABLE_PARTIES:
+            kinds = ", ".join(each.value for each in self._special_kinds)
+            self._on_rows_differ(RowsDiffer(f"many have values that are run alone ({kinds})", exceeding))
 
-    def _without(self, alone: Sequence[int], parts: Sequence[Asked], parties: Tuple[int, ...]) -> int:
+    def _predict_apart(self, alone_indices: Sequence[int], items: Sequence[PredictItem], parties: Tuple[int, ...]) -> int:
         """Run some of the requests one by one, and the others together."""
-        others = [index for index in range(len(parts)) if index not in alone]
-        whose = tuple([parties[index] for index in others]) if parties else ()
-        status = self.together([parts[index] for index in others], 0, whose) if others else exits.OK
-        return self._one_by_one([parts[index] for index in alone]) if status == exits.OK else status
+        batched_indices = [index for index in range(len(items)) if index not in alone_indices]
+        batched_parties = tuple([parties[index] for index in batched_indices]) if parties else ()
+        status = self.predict_batch([items[index] for index in batched_indices], 0, batched_parties) if batched_indices else exits.OK
+        return self._predict_each([items[index] for index in alone_indices]) if status == exits.OK else status
 
     def _run(
-        self, joint: Joint, inputs: Arrays, parts: Sequence[Asked], parties: Tuple[int, ...] = ()
+        self, merged: Joint, inputs: Arrays, items: Sequence[PredictItem], parties: Tuple[int, ...] = ()
     ) -> Tuple[Arrays, Sequence[Share]]:
         outputs = self._engine.predict(inputs)
-        form = (*outputs, *map(_form, outputs.values()))
-        if form != joint.form:
-            outputs = self._learned(joint, inputs, outputs, form)
+        form = (*outputs, *map(_layout_of, outputs.values()))
+        if form != merged.form:
+            outputs = self._learn_outputs(merged, inputs, outputs, form)
         # Another thread may learn others while this one runs the model again.
-        shares = joint.shares
-        if self._trials is not None and len(parts) > 1:
-            self._trials.check(joint, inputs, outputs, parties)
-        return outputs, shares
+        slices = merged.shares
+        if self._shadow_checks is not None and len(items) > 1:
+            self._shadow_checks.check(merged, inputs, outputs, parties)
+        return outputs, slices
 
-    def _share(self, parts: Sequence[Asked], shares: Sequence[Share], outputs: Arrays) -> int:
+    def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[Share], outputs: Arrays) -> int:
         """Give each request what it has of the answer."""
         all_bytes = [*map(frame_of, outputs.values())]
-        results: List[Told] = []
-        for (order, _), (description, cuts) in zip(parts, shares):
+        results: List[Reply] = []
+        for (order, _), (description, cuts) in zip(items, slices):
             placed, rest = None, [all_bytes[output][begin:end] for output, begin, end in cuts]
             try:
                 if order.regions is not None:
-                    placed, rest = self._placed(order.regions, rest)
+                    placed, rest = self._write_to_regions(order.regions, rest)
                 results.append((Result(order.request, description, placed), rest))
             except RequestError as error:
-                self._fail(order, error, leaving=False)
-        self._answer(*results)
+                self._fail(order, error, is_leaving=False)
+        self._reply(*results)
         return exits.OK
 
-    def part(self, note: str) -> None:
+    def stop_batching(self, reason: str) -> None:
         """Run nothing together any more, for the reason that `note` gives."""
-        if self._joins:
-            _log.warning("no requests are run together any more: %s", note)
-            self._joins = False
-            self._answer((Unequal(clip(note)), ()))
+        if self._is_batching:
+            _log.warning("no requests are run together any more: %s", reason)
+            self._is_batching = False
+            self._reply((Unequal(clip(reason)), ()))
 
-    def _learn_difference(self, error: Exception) -> None:
+    def _on_rows_differ(self, error: Exception) -> None:
         """Run no requests together any more of the parties whose rows differ, of nobody where these are not known."""
         note = clip(str(error))
         parties = error.parties if isinstance(error, RowsDiffer) else ()
-        new = [each for each in parties if each not in self._apart]
-        if not parties or len(self._apart) + len(new) > _MAX_APART:
-            self.part(note)
+        new = [each for each in parties if each not in self._unbatchable_parties]
+        if not parties or len(self._unbatchable_parties) + len(new) > _MAX_UNBATCHABLE_PARTIES:
+            self.stop_batching(note)
             return
         if not new:
             return  # that was run before it was known
         _log.warning("requests of %d parties are not run together with others any more: %s", len(new), note)
-        self._apart = {**self._apart, **dict.fromkeys(new, note)}
-        self._answer((Unequal(note, tuple(new)), ()))
+        self._unbatchable_parties = {**self._unbatchable_parties, **dict.fromkeys(new, note)}
+        self._reply((Unequal(note, tuple(new)), ()))
 
-    def _part(self, parts: Sequence[Asked], error: NotTogether) -> int:
-        if len(parts) == 1:
-            return self._fail(parts[0][0], InvalidArgument(str(error)), leaving=False)
-        self._learn_difference(error)
-        return self._one_by_one(parts)
+    def _on_not_batchable(self, items: Sequence[PredictItem], error: NotTogether) -> int:
+        if len(items) == 1:
+            return self._fail(items[0][0], InvalidArgument(str(error)), is_leaving=False)
+        self._on_rows_differ(error)
+        return self._predict_each(items)
 
-    def _refused(self, parts: Sequence[Asked], error: RequestError) -> int:
-        if not self._survives(error):
-            return self._fail(parts[0][0], error, leaving=True)
-        if len(parts) == 1:
-            return self._fail(parts[0][0], error, leaving=False)
-        return self._one_by_one(parts)
+    def _on_request_error(self, items: Sequence[PredictItem], error: RequestError) -> int:
+        if not self._is_model_intact(error):
+            return self._fail(items[0][0], error, is_leaving=True)
+        if len(items) == 1:
+            return self._fail(items[0][0], error, is_leaving=False)
+        return self._predict_each(items)
 
-    def _one_by_one(self, parts: Sequence[Asked]) -> int:
-        for order, frames in parts:
-            status = self.together([(order, frames)]) if self._sizes else self.predict(order, frames)
+    def _predict_each(self, items: Sequence[PredictItem]) -> int:
+        for order, frames in items:
+            status = self.predict_batch([(order, frames)]) if self._allowed_batch_sizes else self.predict(order, frames)
             if status != exits.OK:
                 return status
         return exits.OK
 
-    def _joint(self, parts: Sequence[Asked], rows: int) -> Joint:
+    def _merged_request(self, items: Sequence[PredictItem], rows: int) -> Joint:
         # The same description is the same object, for as long as something has it.
-        key = (rows, *[id(order.description) for order, _ in parts])
-        joint = self._joints.get(key)
-        if joint is None:
-            joint = Joint([order.description for order, _ in parts], rows, self._sizes)
-            if len(parts) <= _MAX_JOINT_PARTS:
-                if len(self._joints) == _MAX_JOINTS:
-                    self._joints.pop(next(iter(self._joints)))
-                self._joints[key] = joint
-        return joint
+        key = (rows, *[id(order.description) for order, _ in items])
+        merged = self._merged_requests.get(key)
+        if merged is None:
+            merged = Joint([order.description for order, _ in items], rows, self._allowed_batch_sizes)
+            if len(items) <= _MAX_MERGED_ITEMS:
+                if len(self._merged_requests) == _MAX_MERGED_REQUESTS:
+                    self._merged_requests.pop(next(iter(self._merged_requests)))
+                self._merged_requests[key] = merged
+        return merged
 
-    def _learned(self, joint: Joint, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
+    def _learn_outputs(self, merged: Joint, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
         """What is divided of the engine's answer; how it is, is remembered."""
-        if self.proof is not None:
-            outputs = self.proof.checked(inputs, outputs)
-        arrays = _sendable(outputs)
-        joint.learn(arrays)
-        joint.form = form if all(arrays[name] is outputs[name] for name in outputs) else ()
+        if self.verifier is not None:
+            outputs = self.verifier.verify(inputs, outputs)
+        arrays = _to_wire_arrays(outputs)
+        merged.learn_slices(arrays)
+        merged.form = form if all(arrays[name] is outputs[name] for name in outputs) else ()
         return arrays
 
-    def _bytes_of(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
+    def _input_bytes(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
         """Return the bytes of the inputs of a request; those in regions are copied."""
         if order.regions is None:
             return frames
@@ -315,10 +315,10 @@ class Predictor:
         }
         return [copies[index] if index in copies else next(left) for index in range(len(sizes))]
 
-    def _inputs_of(self, order: Predict, frames: Sequence[Any]) -> Arrays:
+    def _input_arrays(self, order: Predict, frames: Sequence[Any]) -> Arrays:
         regions = order.regions
         return (
-            _inputs(order.description.inputs, frames)
+            _to_arrays(order.description.inputs, frames)
             if regions is None
             else self._mapped_inputs(order, regions, frames)
         )
@@ -332,10 +332,10 @@ class Predictor:
             copy = self.regions.read(place.region, place.offset, sizes[place.tensor])
             inputs[spec.name] = from_frame(spec, copy)
         if frames:
-            inputs.update(_inputs([spec for spec in specs if spec.name not in inputs], frames))
+            inputs.update(_to_arrays([spec for spec in specs if spec.name not in inputs], frames))
         return inputs
 
-    def _placed(self, regions: MappedRegions, frames: List[Any]) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
+    def _write_to_regions(self, regions: MappedRegions, frames: List[Any]) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         placed: List[int] = []
         for room in regions.outputs:
@@ -348,25 +348,25 @@ class Predictor:
             return tuple(placed), []
         return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
-    def _survives(self, error: RequestError) -> bool:
+    def _is_model_intact(self, error: RequestError) -> bool:
         """Return whether the model answers as before after a refused predict, as far as can be seen."""
         if isinstance(error, Spoilt):
             return False
-        return isinstance(error, NotRun) or self.proof is None or not self.proof.refuted()
+        return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_refuted()
 
-    def _fail_unforeseen(self, order: Predict, error: Exception) -> int:
+    def _fail_unexpected(self, order: Predict, error: Exception) -> int:
         _log.exception("request %d", order.request)
-        return self._fail(order, Internal(f"{type(error).__name__}: {error}"), leaving=True)
+        return self._fail(order, Internal(f"{type(error).__name__}: {error}"), is_leaving=True)
 
-    def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
+    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
         if isinstance(error, Doubtful):
             # The one who is to blame is told of. This one is run again, where the daemon has it next.
-            return exits.SPOILT
-        self._answer((Failed(order.request, error.code, clip(str(error)), leaving), ()))
-        return exits.SPOILT if leaving else exits.OK
+            return exits.MODEL_CORRUPTED
+        self._reply((Failed(order.request, error.code, clip(str(error)), is_leaving), ()))
+        return exits.MODEL_CORRUPTED if is_leaving else exits.OK
 
 
-def _inputs(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
+def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
     """The received tensors as an engine wants them: the frames are native and in C order already."""
     inputs: Arrays = {}
     for spec, frame in zip(specs, frames):
@@ -375,7 +375,7 @@ def _inputs(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
     return inputs
 
 
-def _sendable(outputs: Arrays) -> Arrays:
+def _to_wire_arrays(outputs: Arrays) -> Arrays:
     """What the wire cannot carry is this request's error: it chose the sizes. A frame too long costs the connection."""
     arrays: Arrays = {}
     for name, array in outputs.items():

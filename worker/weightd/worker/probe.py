@@ -23,7 +23,7 @@ from weightd.worker.engines.errors import BuildError
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 
 # The import of CANN alone takes many seconds on a busy host.
-LIMIT_S = 120
+TIMEOUT_S = 120
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     if options.parent:
         die_with_parent(options.parent)
     # A driver that hangs: the kernel ends this process, whatever it is in.
-    signal.alarm(LIMIT_S)
+    signal.alarm(TIMEOUT_S)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
         # A library may greet on stdout; that belongs to the log.
         os.dup2(2, 1)
@@ -70,7 +70,7 @@ def probe(device: str) -> Dict[str, Any]:
     devices = acl.device_count()
     if card >= devices:
         raise BuildError(f"device: there is no card {card}; this process sees {devices}, counted from 0")
-    acl.use(card)
+    acl.set_device(card)
     memory = acl.memory()
     return {
         "total_bytes": memory.total_bytes,

@@ -63,7 +63,7 @@ class Regions:
             raise Internal(_NOT_READABLE) from None
         return copy
 
-    def write(self, frame: Any, number: int, offset: int, room: int) -> bool:
+    def write(self, frame: Any, number: int, offset: int, max_bytes: int) -> bool:
         """Write bytes, which are what `frame_of` returned, to a region; return False where that cannot be.
 
         It cannot be where there is not enough room, where the client has sealed the region or has not written to each
@@ -73,7 +73,7 @@ class Regions:
             Internal: this worker does not have the region.
         """
         region = self._region(number)
-        if len(frame) > room:
+        if len(frame) > max_bytes:
             return False
         return not frame or region.write(offset, np.frombuffer(frame, np.uint8))
 
@@ -91,7 +91,7 @@ class _Region:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._window = _window(descriptor)
+        self._window = _map_protected(descriptor)
 
     def read(self, offset: int, into: Any) -> None:
         """Fill an array of bytes.
@@ -116,10 +116,10 @@ class _Region:
         os.close(self._descriptor)
 
 
-def _window(descriptor: int) -> Optional[Window]:
-    faults = _user_faults()
+def _map_protected(descriptor: int) -> Optional[Window]:
+    user_faults = _user_faults()
     try:
-        return None if faults is None else faults.map(descriptor, os.fstat(descriptor).st_size)
+        return None if user_faults is None else user_faults.map(descriptor, os.fstat(descriptor).st_size)
     except OSError:
         # The client has forbidden to write there, in whichever way.
         return None

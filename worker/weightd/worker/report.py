@@ -72,7 +72,7 @@ def devices(_: int) -> Values:
 def memory(device: int) -> Values:
     """Take a place on the device and tell its memory."""
     acl = _acl()
-    acl.use(device)
+    acl.set_device(device)
     found = acl.memory()
     return {"free_bytes": found.free_bytes, "total_bytes": found.total_bytes}
 
@@ -104,15 +104,15 @@ def main() -> None:
         # A library may greet on stdout; that belongs to the log.
         os.dup2(2, 1)
         for step in STEPS:
-            _say(out, {"begin": step.__name__})
+            _write_line(out, {"begin": step.__name__})
             try:
                 values = step(arguments.device)
             except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
                 values = {"error": str(error) or type(error).__name__}
-            _say(out, {"step": step.__name__, **values})
+            _write_line(out, {"step": step.__name__, **values})
 
 
-def _say(out: TextIO, line: Values) -> None:
+def _write_line(out: TextIO, line: Values) -> None:
     out.write(json.dumps(line) + "\n")
     out.flush()
 

@@ -41,32 +41,32 @@ from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import BuildError, NotAllowed
 from weightd.worker.engines.sharing import Shared
 from weightd.worker.forking.forker import Forker, Made
-from weightd.worker.heap import Heap, own_bytes
+from weightd.worker.heap import Heap, private_bytes
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check, versions
+from weightd.worker.life import Life, check_signature, all_versions
 from weightd.worker.predictor import Predictor
-from weightd.worker.worth import COSTS, is_worth
+from weightd.worker.worth import HOLDER_COST_BYTES, is_holder_worthwhile
 
 _log = logging.getLogger("weightd.worker")
 
-_DIFFERS = "the answer of this process to many rows is not that of the one that has found out that they can be so"
+_ROWS_DIFFER = "the answer of this process to many rows is not that of the one that has found out that they can be so"
 
-_BY_SHAPE = (
+_SHAPE_DEPENDENT = (
     "answers depend on the shapes that the model has computed before: it is built again at each change of shape; "
     "convert it for fixed shapes to avoid that"
 )
 
 # Cases of a self-test that was searched for: one, and the same with larger free dimensions.
-_SEARCHED = 2
+_SEARCHED_CASE_COUNT = 2
 
 # When nothing is kept for the next predict.
-_IDLE_S = 10.0
+_IDLE_TIMEOUT_S = 10.0
 
 # How long nothing has come before a worker looks again at what it has run: who comes then waits until that is done.
-_AUDIT_S = 0.1
+_SHADOW_CHECK_DELAY_S = 0.1
 
 # What no daemon sends: nothing has come for so long.
-_AUDIT = Settle()
+_SHADOW_CHECK = Settle()
 
 
 class Files(NamedTuple):
@@ -81,11 +81,11 @@ class Files(NamedTuple):
 
     model: str
     store: str
-    update: str = ""
+    weights_update: str = ""
     sample: str = ""
 
     @property
-    def answers(self) -> str:
+    def answers_path(self) -> str:
         """Where the holder leaves the canary's answers for workers whose own may differ a little."""
         return f"{self.store}.answers"
 
@@ -95,7 +95,7 @@ class Origin(NamedTuple):
 
     kind: str
     note: str = ""
-    made: Optional[Made] = None
+    inherited_model: Optional[Made] = None
 
 
 class Heirs(NamedTuple):
@@ -106,12 +106,12 @@ class Heirs(NamedTuple):
         forker: forks them, where the holder may be a template: then it takes no requests.
     """
 
-    number: int = 0
+    worker_count: int = 0
     forker: Optional[Forker] = None
 
 
 _SPAWNED = Origin("spawned")
-_NO_HEIRS = Heirs()
+_NO_FORK_TARGETS = Heirs()
 
 
 class Session(Life):
@@ -134,7 +134,7 @@ class Session(Life):
         tolerance: float = 0.0,
         *,
         origin: Origin = _SPAWNED,
-        heirs: Heirs = _NO_HEIRS,
+        fork_targets: Heirs = _NO_FORK_TARGETS,
     ) -> None:
         super().__init__(connection)
         self._engine = engine
@@ -142,47 +142,47 @@ class Session(Life):
         self._sample: Optional[Arrays] = None
         self._tolerance = tolerance
         self._origin = origin
-        self._heirs = heirs
+        self._fork_targets = fork_targets
         # What those are given that are forked from this process, once it is a template.
-        self._gives: Optional[Made] = None
+        self._template_model: Optional[Made] = None
         self._sha256 = ""
         self._handle = ""
-        self._predictor = Predictor(engine, self._answer)
-        self._heap = Heap(engine.give_back)
+        self._predictor = Predictor(engine, self._reply)
+        self._malloc_tuner = Heap(engine.release_cached_memory)
         # On what the model does not run, as far as it is known.
-        self._unfit: SelfTestCases = ()
+        self._failed_cases: SelfTestCases = ()
 
-    def _take_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
-        if self._heirs.forker is not None:
+    def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
+        if self._fork_targets.forker is not None:
             raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
-        super()._take_predict(order, tensors)
+        super()._on_predict(order, tensors)
 
-    def _tidy(self) -> None:
-        super()._tidy()
-        self._heap.bound()
-        self._patience_s = _AUDIT_S if self._predictor.is_audit_due else _IDLE_S
+    def _do_housekeeping(self) -> None:
+        super()._do_housekeeping()
+        self._malloc_tuner.limit_retained()
+        self._idle_timeout_s = _SHADOW_CHECK_DELAY_S if self._predictor.is_shadow_check_due else _IDLE_TIMEOUT_S
 
-    def _when_quiet(self) -> None:
+    def _on_idle(self) -> None:
         """What is to be done then comes next, if anything is."""
-        if self._predictor.is_audit_due:
-            self._inbox.put_back(_AUDIT)
+        if self._predictor.is_shadow_check_due:
+            self._inbox.put_back(_SHADOW_CHECK)
         else:
-            self._rest()
+            self._release_idle_memory()
 
-    def _rest(self) -> None:
+    def _release_idle_memory(self) -> None:
         """Nothing has been asked for a while: keep nothing for what may come."""
-        nativelog.bound()
-        self._heap.give_back()
-        self._tidy_at = 0.0
-        self._patience_s = -1.0
+        nativelog.truncate_if_too_large()
+        self._malloc_tuner.release_retained()
+        self._next_housekeeping_at = 0.0
+        self._idle_timeout_s = -1.0
 
-    def _hello(self, sha256: str) -> Hello:
+    def _make_hello(self, sha256: str) -> Hello:
         self._sha256 = sha256
-        found = versions(self._engine.versions())
+        found = all_versions(self._engine.versions())
         sharing, (origin, note, _) = self._engine.sharing, self._origin
         return Hello(sharing.current_pid(), sha256, found, sharing.traits, origin, note, self._engine.concurrency)
 
-    def _do(self, order: ChildOrder) -> None:
+    def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, Build):
             self._build(order)
         elif isinstance(order, Attach):
@@ -194,65 +194,65 @@ class Session(Life):
         elif isinstance(order, Ping):
             self._ping(order)
         elif isinstance(order, Settle):
-            self._settle(order)
+            self._trim_store(order)
 
     def _build(self, order: Build) -> None:
         """Build, find the canary, export or be a template; and see that the answers are still the same."""
         engine = self._engine
-        before = own_bytes()
-        build = functools.partial(self._make, pids=order.pids)
+        bytes_before = private_bytes()
+        build = functools.partial(self._build_model, pids=order.pids)
         build()
-        check(engine.signature)
+        check_signature(engine.signature)
         self._load_sample()
         # Each known answer is that of a model that has computed no other shape.
-        engine.by_shape = engine.grows
-        known = search.find(engine, order, build, self._probing, sample=self._sample, tolerance=self._tolerance)
-        first: SelfTestCase = {}
-        if engine.grows:
-            engine.by_shape, first = self._find_shapes(order, known, build)
-        if known.digest and self._tolerance:
-            sample.save_answers(self._files.answers, known.answers)
-        rows = self._rows(order, known, build)
-        if first and rows is not None and not _are_shared(rows, order.exact):
-            first = self._largest(known.cases, 1)
-        if engine.grew:
+        engine.should_rebuild_per_shape = engine.is_limited_by_first_shape
+        reference = search.find_selftest(engine, order, build, self._announce_selftest, sample=self._sample, tolerance=self._tolerance)
+        first_case: SelfTestCase = {}
+        if engine.is_limited_by_first_shape:
+            engine.should_rebuild_per_shape, first_case = self._find_shapes(order, reference, build)
+        if reference.digest and self._tolerance:
+            sample.save_answers(self._files.answers_path, reference.answers)
+        row_support = self._find_row_support(order, reference, build)
+        if first_case and row_support is not None and not _can_batch(row_support, order.exact):
+            first_case = self._largest_case(reference.cases, 1)
+        if engine.was_rebuilt_larger:
             # The holder's memory is shared as it is, so it holds no buffers but those that each worker needs.
             build()
-            first = self._compute_first(first, build)
+            first_case = self._compute_first(first_case, build)
         # What is in memory now is shared as if it were weights.
-        known = known._replace(answers=())
-        engine.give_back()
-        libraries.let_go()
-        shared = self._share(known, before)
-        self._handle = shared.handle
-        if self._handle and known.digest:
-            if self._holders_if_near(self._run(known.cases)).digest != known.digest:
+        reference = reference._replace(answers=())
+        engine.release_cached_memory()
+        libraries.drop_unchanged_pages()
+        shared_weights = self._share_weights(reference, bytes_before)
+        self._handle = shared_weights.handle
+        if self._handle and reference.digest:
+            if self._prefer_holder_answers(self._run_selftest(reference.cases)).digest != reference.digest:
                 raise BuildError("the canary's answer changed when the weights were shared")
-            engine.give_back()
-            engine.discard()
-            self._heap.trim()
-        signature = canary.observed(engine.signature, known)
+            engine.release_cached_memory()
+            engine.discard_model()
+            self._malloc_tuner.trim()
+        signature = canary.with_observed_outputs(engine.signature, reference)
         self._send(
             Built(
-                shared.handle,
+                shared_weights.handle,
                 signature.inputs,
                 signature.outputs,
-                known.cases,
-                known.digest,
-                shared.bytes,
-                clip("; ".join(filter(None, [shared.note, _BY_SHAPE if engine.by_shape else ""]))),
+                reference.cases,
+                reference.digest,
+                shared_weights.shared_bytes,
+                clip("; ".join(filter(None, [shared_weights.note, _SHAPE_DEPENDENT if engine.should_rebuild_per_shape else ""]))),
                 engine.memory(),
                 gears=engine.gears,
-                canary_note=clip(known.note),
-                is_loss=shared.is_loss,
-                is_template=self._gives is not None,
-                rows=rows,
-                by_shape=engine.by_shape,
-                first=first or None,
+                canary_note=clip(reference.note),
+                is_loss=shared_weights.has_sharing_failed,
+                is_template=self._template_model is not None,
+                rows=row_support,
+                by_shape=engine.should_rebuild_per_shape,
+                first=first_case or None,
             )
         )
 
-    def _find_shapes(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
+    def _find_shapes(self, order: Build, reference: canary.Canary, rebuild: Callable[[], None]) -> Tuple[bool, SelfTestCase]:
         """Return whether answers depend on the shapes before, and which shape each worker computes first.
 
         They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
@@ -262,65 +262,65 @@ class Session(Life):
             known: each answer is that of a model that has computed no other shape.
             rebuild: called where a new model is needed.
         """
-        engine, self._unfit = self._engine, self._unfit or order.unfit
-        bound = self._largest(known.cases, order.rows)
-        first = bound or (known.cases[0] if known.cases else {})
-        further = self._run_further(known.cases, first, rebuild) if known.digest else None
-        engine.by_shape = False
-        if not bound and further is None:
+        engine, self._failed_cases = self._engine, self._failed_cases or order.unfit
+        largest_case = self._largest_case(reference.cases, order.rows)
+        first_case = largest_case or (reference.cases[0] if reference.cases else {})
+        extra_run = self._run_extra_case(reference.cases, first_case, rebuild) if reference.digest else None
+        engine.should_rebuild_per_shape = False
+        if not largest_case and extra_run is None:
             return False, {}
         rebuild()
-        if first in self._unfit:
-            first = {}
+        if first_case in self._failed_cases:
+            first_case = {}
         else:
-            self._probing((first,), self._unfit)
-            first = self._compute_first(first, rebuild)
-            self._probing((), self._unfit)
-        if known.digest and any(self._differs_now(known, further) for _ in range(2)):
-            _log.warning("%s", _BY_SHAPE)
+            self._announce_selftest((first_case,), self._failed_cases)
+            first_case = self._compute_first(first_case, rebuild)
+            self._announce_selftest((), self._failed_cases)
+        if reference.digest and any(self._has_changed_answers(reference, extra_run) for _ in range(2)):
+            _log.warning("%s", _SHAPE_DEPENDENT)
             return True, {}
-        return False, first
+        return False, first_case
 
-    def _differs_now(self, known: canary.Canary, further: Optional[canary.Canary]) -> bool:
-        if canary.difference(known, self._run(known.cases)) > self._tolerance:
+    def _has_changed_answers(self, reference: canary.Canary, extra_run: Optional[canary.Canary]) -> bool:
+        if canary.difference(reference, self._run_selftest(reference.cases)) > self._tolerance:
             return True
-        return further is not None and canary.difference(further, self._run_resized(further.cases[0])) > self._tolerance
+        return extra_run is not None and canary.difference(extra_run, self._run_resized(extra_run.cases[0])) > self._tolerance
 
-    def _run_further(self, cases: SelfTestCases, first: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
+    def _run_extra_case(self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]) -> Optional[canary.Canary]:
         """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
 
         It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
         """
         signature = self._engine.signature
-        case = shapes.between(*cases) if len(cases) == _SEARCHED else shapes.halved(signature, first)
-        if case in (*cases, first, *self._unfit):
+        case = shapes.midpoint_case(*cases) if len(cases) == _SEARCHED_CASE_COUNT else shapes.halve_case(signature, first_case)
+        if case in (*cases, first_case, *self._failed_cases):
             return None
-        self._probing((case,), self._unfit)
+        self._announce_selftest((case,), self._failed_cases)
         try:
             return self._run_resized(case)
         except RequestError:
             rebuild()
             return None
         finally:
-            self._probing((), self._unfit)
+            self._announce_selftest((), self._failed_cases)
 
     def _run_resized(self, case: SelfTestCase) -> canary.Canary:
         """Run a shape that is not the sample's."""
         engine = self._engine
-        return canary.of((case,), [engine.predict(shapes.inputs(engine.signature, case, self._sample))])
+        return canary.from_answers((case,), [engine.predict(shapes.make_inputs(engine.signature, case, self._sample))])
 
-    def _largest(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
+    def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
         """Return the largest shape that is known to be needed, {} where there is but one shape.
 
         Raises:
             BuildError: the configured `max_shape` is not one of this model.
         """
         engine = self._engine
-        bound = engine.max_shape
-        if bound is not None:
-            shapes.check_bound(engine.signature, bound)
-            return bound
-        case = shapes.largest(engine.signature, cases, rows)
+        max_shape = engine.max_shape
+        if max_shape is not None:
+            shapes.check_max_shape(engine.signature, max_shape)
+            return max_shape
+        case = shapes.largest_case(engine.signature, cases, rows)
         return case if any(case != each for each in cases) else {}
 
     def _compute_first(self, case: SelfTestCase, rebuild: Callable[[], None]) -> SelfTestCase:
@@ -336,7 +336,7 @@ class Session(Life):
         engine = self._engine
         try:
             if case:
-                engine.predict(shapes.inputs(engine.signature, case, self._sample))
+                engine.predict(shapes.make_inputs(engine.signature, case, self._sample))
         except RequestError as error:
             if engine.max_shape is not None:
                 raise BuildError(f"options.max_shape: the model does not run on it: {error}") from None
@@ -344,127 +344,127 @@ class Session(Life):
             return {}
         return case
 
-    def _rows(self, order: Build, known: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
-        self._unfit = self._unfit or order.unfit
-        if self._engine.by_shape and order.rows > 1:
-            return Rows((), (), equal=False, note=_BY_SHAPE)
-        rows = evidence.find(
-            self._engine, order, known, rebuild, lambda trying: self._probing(trying, self._unfit), self._sample
+    def _find_row_support(self, order: Build, reference: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
+        self._failed_cases = self._failed_cases or order.unfit
+        if self._engine.should_rebuild_per_shape and order.rows > 1:
+            return Rows((), (), equal=False, note=_SHAPE_DEPENDENT)
+        row_support = evidence.find_row_support(
+            self._engine, order, reference, rebuild, lambda trying: self._announce_selftest(trying, self._failed_cases), self._sample
         )
-        if rows is None or not rows.equal or self._tolerance:
-            return rows
-        digest = evidence.digest_of(self._engine, known.cases, order.rows, order.sizes, self._sample, rows.values)
-        return dataclasses.replace(rows, digest=digest)
+        if row_support is None or not row_support.equal or self._tolerance:
+            return row_support
+        digest = evidence.rows_digest(self._engine, reference.cases, order.rows, order.sizes, self._sample, row_support.values)
+        return dataclasses.replace(row_support, digest=digest)
 
-    def _share(self, known: canary.Canary, before: int) -> Shared:
+    def _share_weights(self, reference: canary.Canary, bytes_before: int) -> Shared:
         """Share what was built: by a fork where that can be, and where it is held to a canary, else as the engine does.
 
         What is forked from a model that draws at random would all draw the same.
         """
-        forker = self._heirs.forker if known.digest and not self._engine.draws else None
-        refusal = forker.refusal() if forker is not None else ""
-        if refusal:
-            _log.info("workers are not forked from this process: %s", refusal)
+        forker = self._fork_targets.forker if reference.digest and not self._engine.is_stochastic else None
+        reason = forker.cannot_fork_reason() if forker is not None else ""
+        if reason:
+            _log.info("workers are not forked from this process: %s", reason)
             forker = None
         if forker is not None:
-            forker.settle()
-        took, costs = own_bytes() - before, COSTS[self._origin.kind]
-        if not is_worth(took, self._heirs.number, costs):
+            forker.freeze_memory()
+        built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.kind]
+        if not is_holder_worthwhile(built_bytes, self._fork_targets.worker_count, holder_cost_bytes):
             text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
-            return Shared("", 0, text % (took >> 20, self._heirs.number, costs >> 20))
+            return Shared("", 0, text % (built_bytes >> 20, self._fork_targets.worker_count, holder_cost_bytes >> 20))
         if forker is None:
             return self._engine.sharing.export(self._files.store)
-        self._gives = Made(self._engine, self._sha256, took)
-        return Shared("", took, "")
+        self._template_model = Made(self._engine, self._sha256, built_bytes)
+        return Shared("", built_bytes, "")
 
     def _fork(self, order: Fork) -> None:
-        if self._heirs.forker is None or self._gives is None:
-            self._tell(Forked(order.name, 0, "this process is no template"))
+        if self._fork_targets.forker is None or self._template_model is None:
+            self._report_forked(Forked(order.name, 0, "this process is no template"))
         else:
-            self._heirs.forker.fork(order, self._tell, self._gives)
+            self._fork_targets.forker.fork(order, self._report_forked, self._template_model)
 
-    def _tell(self, forked: Forked) -> bool:
+    def _report_forked(self, forked: Forked) -> bool:
         return self._connection.send(encode(forked))
 
-    def _make(self, *, pids: Sequence[str] = (), handle: str = "") -> None:
+    def _build_model(self, *, pids: Sequence[str] = (), handle: str = "") -> None:
         self._engine.build(self._files.model, pids=pids, handle=handle)
-        if self._files.update:
-            self._engine.update_weights(weights.load(self._files.update))
+        if self._files.weights_update:
+            self._engine.update_weights(weights.load(self._files.weights_update))
 
     def _allow(self, order: Allow) -> None:
         """That this cannot be is no failure of this process: those that are attached stay so."""
-        refusal = ""
+        reason = ""
         try:
             self._engine.sharing.allow(order.pids)
         except NotAllowed as error:
-            refusal = clip(str(error))
-        self._send(Allowed(refusal))
+            reason = clip(str(error))
+        self._send(Allowed(reason))
 
     def _attach(self, order: Attach) -> None:
         """Build, do what the holder did before it exported, attach; and give the answers that this process gives.
 
         What was forked from a template has all that: it only answers.
         """
-        engine, made = self._engine, self._origin.made
-        engine.by_shape = order.by_shape
-        if made is None:
-            build = functools.partial(self._make, handle=order.handle)
+        engine, inherited_model = self._engine, self._origin.inherited_model
+        engine.should_rebuild_per_shape = order.by_shape
+        if inherited_model is None:
+            build = functools.partial(self._build_model, handle=order.handle)
             build()
             self._load_sample()
             self._compute_first(order.first or {}, build)
-            before = self._run(order.canary_cases)
-            engine.give_back()
-            shared = engine.sharing.attach(order.handle)
+            answer_before = self._run_selftest(order.canary_cases)
+            engine.release_cached_memory()
+            shared_weights = engine.sharing.attach(order.handle)
             self._handle = order.handle
-            answer = self._run(order.canary_cases)
+            answer = self._run_selftest(order.canary_cases)
         else:
             self._load_sample()
-            before = answer = self._run(order.canary_cases)
-            shared = Shared("", made.bytes, "")
-        known = self._holders_if_near(answer)
-        repeats = canary.difference(before, answer) <= self._tolerance
-        self._predictor.proof = Proof(
-            engine, known if repeats else known._replace(digest=""), self._sample, self._tolerance
+            answer_before = answer = self._run_selftest(order.canary_cases)
+            shared_weights = Shared("", inherited_model.shared_bytes, "")
+        reference = self._prefer_holder_answers(answer)
+        is_repeatable = canary.difference(answer_before, answer) <= self._tolerance
+        self._predictor.verifier = Proof(
+            engine, reference if is_repeatable else reference._replace(digest=""), self._sample, self._tolerance
         )
         case = order.canary_cases[0] if order.canary_cases else None
-        found = order.found
+        row_support = order.found
         # What the holder has compared is known here, too, if it is known that this is the same: `_differs`.
-        compared = found.compared if found is not None and (found.digest or made is not None) else 0
-        special = () if found is None else found.special
-        self._predictor.begin(order.rows, order.sizes, exact=order.exact, case=case, compared=compared, special=special)
-        differs = self._differs(order)
-        digest = known.digest
+        compared_rows = row_support.compared if row_support is not None and (row_support.digest or inherited_model is not None) else 0
+        special_kinds = () if row_support is None else row_support.special
+        self._predictor.configure_batching(order.rows, order.sizes, is_exact=order.exact, case=case, compared_rows=compared_rows, special_kinds=special_kinds)
+        has_row_difference = self._has_row_difference(order)
+        digest = reference.digest
         # What the self-test took is the system's again before this process counts as ready. It is what a predict takes
         # all the same: the heap counts it as needed.
-        self._heap.keep()
-        del before, answer, known
-        self._heap.give_back()
-        libraries.let_go()
-        attached = Attached(digest, shared.bytes, shared.note, engine.memory())
+        self._malloc_tuner.retain_freed_memory()
+        del answer_before, answer, reference
+        self._malloc_tuner.release_retained()
+        libraries.drop_unchanged_pages()
+        attached = Attached(digest, shared_weights.shared_bytes, shared_weights.note, engine.memory())
         self._send(attached)
-        if differs:
-            self._predictor.part(_DIFFERS)
+        if has_row_difference:
+            self._predictor.stop_batching(_ROWS_DIFFER)
 
-    def _differs(self, order: Attach) -> bool:
+    def _has_row_difference(self, order: Attach) -> bool:
         """Whether the answer to many rows is not the holder's. What was forked from a template has that with it."""
-        found = order.found
-        if found is None or not found.digest or self._origin.made is not None:
+        row_support = order.found
+        if row_support is None or not row_support.digest or self._origin.inherited_model is not None:
             return False
         try:
-            digest = evidence.digest_of(
-                self._engine, order.canary_cases, order.rows, order.sizes, self._sample, found.values
+            digest = evidence.rows_digest(
+                self._engine, order.canary_cases, order.rows, order.sizes, self._sample, row_support.values
             )
         except InvalidArgument:
             return True
-        self._engine.give_back()
-        return digest != found.digest
+        self._engine.release_cached_memory()
+        return digest != row_support.digest
 
-    def _probing(self, trying: SelfTestCases, unfit: SelfTestCases) -> None:
+    def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
-        self._unfit = unfit
-        self._send(Probing(trying, unfit))
-        if trying:
-            order, _ = self._next()
+        self._failed_cases = failed_cases
+        self._send(Probing(cases, failed_cases))
+        if cases:
+            order, _ = self._next_order()
             if not isinstance(order, Probe):
                 self._inbox.put_back(order)
                 raise BuildError("told to stop while it looked for a canary")
@@ -473,27 +473,27 @@ class Session(Life):
         if self._files.sample:
             self._sample = sample.load(self._files.sample, self._engine.signature)
 
-    def _run(self, cases: SelfTestCases) -> canary.Canary:
+    def _run_selftest(self, cases: SelfTestCases) -> canary.Canary:
         return canary.run(self._engine, cases, self._sample)
 
-    def _holders_if_near(self, answer: canary.Canary) -> canary.Canary:
+    def _prefer_holder_answers(self, answer: canary.Canary) -> canary.Canary:
         """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
-        if not self._tolerance or not Path(self._files.answers).exists():
+        if not self._tolerance or not Path(self._files.answers_path).exists():
             return answer
-        holders = sample.load_answers(self._files.answers, answer.cases)
-        return holders if canary.difference(holders, answer) <= self._tolerance else answer
+        holder_answers = sample.load_answers(self._files.answers_path, answer.cases)
+        return holder_answers if canary.difference(holder_answers, answer) <= self._tolerance else answer
 
-    def _settle(self, order: Settle) -> None:
-        if order is _AUDIT:
-            self._predictor.audit()
-            self._patience_s = _IDLE_S
+    def _trim_store(self, order: Settle) -> None:
+        if order is _SHADOW_CHECK:
+            self._predictor.run_shadow_check()
+            self._idle_timeout_s = _IDLE_TIMEOUT_S
         elif self._handle:
-            self._engine.sharing.settle(self._handle)
+            self._engine.sharing.trim_store(self._handle)
 
     def _ping(self, order: Ping) -> None:
-        self._send(Pong(self._predictor.proof.digest() if order.canary and self._predictor.proof is not None else ""))
+        self._send(Pong(self._predictor.verifier.current_digest() if order.canary and self._predictor.verifier is not None else ""))
 
 
-def _are_shared(rows: Rows, exact: bool) -> bool:
+def _can_batch(row_support: Rows, is_exact: bool) -> bool:
     """Return whether requests share a predict, after what was found of the model's rows."""
-    return bool(rows.inputs) and (rows.equal or not exact)
+    return bool(row_support.inputs) and (row_support.equal or not is_exact)

@@ -39,7 +39,7 @@ _MESSAGE = struct.Struct("=16xQ8x")
 _SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 
 # Of a mapping so much is replaced at a time: the memory is this process's until the mapping is removed.
-_REPLACED_BYTES = 16 << 20
+_REPLACE_CHUNK_BYTES = 16 << 20
 
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -61,11 +61,11 @@ class UserFaults:
         # Called without the GIL, which the other thread needs.
         libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         libc.memcpy.restype = ctypes.c_void_p
-        self._windows: MutableMapping[int, Window] = weakref.WeakValueDictionary()
-        self._descriptor = self._opened()
+        self._mappings: MutableMapping[int, Window] = weakref.WeakValueDictionary()
+        self._descriptor = self._open()
         try:
             fcntl.ioctl(self._descriptor, _UFFDIO_API, _API.pack(_UFFD_API, _UFFD_FEATURE_MISSING_SHMEM, 0))
-            threading.Thread(target=self._handle, name="userfaults", daemon=True).start()
+            threading.Thread(target=self._handle_faults, name="userfaults", daemon=True).start()
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -77,12 +77,12 @@ class UserFaults:
             OSError: the memory is sealed against writing, or cannot be mapped.
         """
         address = self._mmap(None, nbytes, mmap.MAP_SHARED, descriptor)
-        window = Window(self, address, nbytes)
+        mapping = Window(self, address, nbytes)
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._windows[address] = window
-        order = _REGISTER.pack(address, pages, _UFFDIO_REGISTER_MODE_MISSING, 0)
-        fcntl.ioctl(self._descriptor, _UFFDIO_REGISTER, order)
-        return window
+        self._mappings[address] = mapping
+        request = _REGISTER.pack(address, pages, _UFFDIO_REGISTER_MODE_MISSING, 0)
+        fcntl.ioctl(self._descriptor, _UFFDIO_REGISTER, request)
+        return mapping
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copy bytes between two addresses."""
@@ -92,24 +92,24 @@ class UserFaults:
         """Remove a mapping."""
         self._libc.munmap(address, nbytes)
 
-    def _handle(self) -> None:
+    def _handle_faults(self) -> None:
         while True:
             (address,) = _MESSAGE.unpack(os.read(self._descriptor, _MESSAGE.size))
             page = address // mmap.PAGESIZE * mmap.PAGESIZE
-            for begin, window in [*self._windows.items()]:
+            for begin, window in [*self._mappings.items()]:
                 if begin <= address < begin + window.nbytes:
                     window.is_intact = False
-                    nbytes = min(begin + window.nbytes - page, _REPLACED_BYTES)
+                    nbytes = min(begin + window.nbytes - page, _REPLACE_CHUNK_BYTES)
                     self._mmap(page, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1)
             fcntl.ioctl(self._descriptor, _UFFDIO_WAKE, _RANGE.pack(page, mmap.PAGESIZE))
 
-    def _mmap(self, where: Any, nbytes: int, flags: int, descriptor: int) -> int:
-        address: int = self._libc.mmap(where, nbytes, _READ_WRITE, flags, descriptor, 0)
+    def _mmap(self, wanted_address: Any, nbytes: int, flags: int, descriptor: int) -> int:
+        address: int = self._libc.mmap(wanted_address, nbytes, _READ_WRITE, flags, descriptor, 0)
         if address == _MAP_FAILED:
             raise _error()
         return address
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         number = _SYS_USERFAULTFD.get(platform.machine())
         if number is None:
             raise OSError(errno.ENOSYS, "the number of userfaultfd on this machine is not known")

@@ -31,8 +31,8 @@ def load(path: str) -> Arrays:
     return arrays
 
 
-def _problem(path: str, words: str) -> str:
+def _problem(path: str, message: str) -> str:
     """What is wrong with the file, where numpy would only advise to load pickles."""
     if not zipfile.is_zipfile(path):
         return "it is another kind of file, or damaged"
-    return "it holds Python objects" if "allow_pickle" in words else words
+    return "it holds Python objects" if "allow_pickle" in message else message

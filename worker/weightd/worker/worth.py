@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Mapping
 
-COSTS: Mapping[str, int] = {"spawned": 32 << 20, "forked": 8 << 20}
+HOLDER_COST_BYTES: Mapping[str, int] = {"spawned": 32 << 20, "forked": 8 << 20}
 """What a holder takes for itself, in bytes, by its origin: measured with both engines, and some more."""
 
-_MANY = 8
+_LARGE_MODEL_FACTOR = 8
 
 
-def is_worth(nbytes: int, users: int, costs: int) -> bool:
+def is_holder_worthwhile(nbytes: int, process_count: int, holder_cost_bytes: int) -> bool:
     """Return whether others have less of their own by what a process costs that holds so many bytes for them.
 
     Where it costs little beside them it is also worth what it spares the next one that is needed, and the pages that an
@@ -21,4 +21,4 @@ def is_worth(nbytes: int, users: int, costs: int) -> bool:
         users: how many processes would share them; 0 if that is not asked.
         costs: what the holder costs, in bytes.
     """
-    return not users or nbytes * (users - 1) >= costs or nbytes >= _MANY * costs
+    return not process_count or nbytes * (process_count - 1) >= holder_cost_bytes or nbytes >= _LARGE_MODEL_FACTOR * holder_cost_bytes

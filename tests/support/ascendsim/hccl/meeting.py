@@ -20,7 +20,7 @@ _BACKLOG = 128
 _MAX_HELLO = 4096
 
 
-class Meeting:
+class Rendezvous:
     """Listens from the initialisation on, as the card's network interface does; meets others only when asked to.
 
     Args:

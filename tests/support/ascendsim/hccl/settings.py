@@ -39,9 +39,9 @@ def read(variables: Mapping[str, str], exec_option: str, product: str) -> Settin
     )
 
 
-def _number(name: str, text: str, least: int, most: int) -> int:
-    if not text.isdigit() or not least <= int(text) <= most:
+def _number(name: str, text: str, min_value: int, max_value: int) -> int:
+    if not text.isdigit() or not min_value <= int(text) <= max_value:
         raise HcclError(
-            "EI0001", f"Environment variable [{name}] is invalid. Reason: {text} is not in [{least}, {most}]"
+            "EI0001", f"Environment variable [{name}] is invalid. Reason: {text} is not in [{min_value}, {max_value}]"
         )
     return int(text)

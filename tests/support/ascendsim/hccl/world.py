@@ -20,7 +20,7 @@ from ascendsim import glog, process
 from ascendsim.hccl import settings as hccl_settings
 from ascendsim.hccl.errors import HcclError
 from ascendsim.hccl.link import Link
-from ascendsim.hccl.meeting import Meeting
+from ascendsim.hccl.meeting import Rendezvous
 from ascendsim.hccl.ranktable import RankTable
 from ascendsim.hccl.settings import Settings
 from ascendsim.modelfile import Floats
@@ -29,7 +29,7 @@ from ascendsim.network import WORLD, Collective
 _LOST_S = 30
 _HEARTBEAT_S = 1
 _OUT_OF_BOUNDS = np.float32(1e36)
-_PLACE = "extendrt/delegate/graph_executor/ge/ge_graph_executor.cc:1508"
+_SOURCE_FILE = "extendrt/delegate/graph_executor/ge/ge_graph_executor.cc:1508"
 
 
 class StreamSyncTimeout(Exception):
@@ -62,7 +62,7 @@ class World:
         self._rank = rank
         self._settings = settings
         self._second = second
-        self._meeting = Meeting(directory, table.devices[rank], table.crc, token)
+        self._rendezvous = Rendezvous(directory, table.devices[rank], table.crc, token)
         self._groups: Dict[str, List[int]] = {WORLD: list(range(len(table.devices)))}
         self._links: Dict[int, Link] = {}
         self._failed = ""
@@ -72,7 +72,7 @@ class World:
     def close(self) -> None:
         """Leave; the others are not told."""
         self._closed.set()
-        self._meeting.close()
+        self._rendezvous.close()
         for link in self._links.values():
             link.close()
 
@@ -92,7 +92,7 @@ class World:
         wanted = {rank for group in groups for rank in self._groups[group]} - {self._rank} - set(self._links)
         limit_s = (self._settings.connect_s + hccl_settings.LINK_MORE_S) * self._second()
         try:
-            links = self._meeting.meet([self._table.devices[rank] for rank in wanted], limit_s)
+            links = self._rendezvous.meet([self._table.devices[rank] for rank in wanted], limit_s)
         except HcclError as error:
             self._failed = str(error)
             raise
@@ -140,7 +140,7 @@ class World:
         return {rank: self._links[rank].take(group) for rank in takes}
 
     def _wait(self, done: Callable[[], bool], end: float, ranks: Collection[int], *, is_sync: bool = False) -> None:
-        begin, told = time.monotonic(), False
+        begin, has_warned = time.monotonic(), False
         while True:
             for link in self._links.values():
                 link.flush()
@@ -149,8 +149,8 @@ class World:
             now = time.monotonic()
             if now >= end:
                 self._raise_late(ranks, is_sync=is_sync)
-            if not told and now - begin > (end - begin) / 2:
-                told = True
+            if not has_warned and now - begin > (end - begin) / 2:
+                has_warned = True
                 _say(f"heartbeat: ranks {sorted(ranks)} may be stuck")
             self._poll(min(end - now, max((end - begin) / 2, 0.01)))
 
@@ -175,9 +175,9 @@ class World:
         """What lies in the buffer of a rank after its chunk: behind that, what was there before."""
         numbers: Floats = np.frombuffer(chunk, np.float32)
         buffer = self._received.get(rank, np.zeros(0, np.float32))
-        room = max(size, numbers.size)
-        if buffer.size < room:
-            larger = np.full(room, _OUT_OF_BOUNDS, np.float32)
+        capacity = max(size, numbers.size)
+        if buffer.size < capacity:
+            larger = np.full(capacity, _OUT_OF_BOUNDS, np.float32)
             larger[: buffer.size] = buffer
             buffer = self._received[rank] = larger
         buffer[: numbers.size] = numbers
@@ -207,4 +207,4 @@ def add(parts: Sequence[Floats]) -> Floats:
 
 
 def _say(text: str) -> None:
-    glog.warning(_PLACE, "HcclHeartbeat", text)
+    glog.warning(_SOURCE_FILE, "HcclHeartbeat", text)

@@ -16,19 +16,19 @@ _ASCEND_PRECISION = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_
 class _Checked:
     """An attribute that refuses values of another type, below `least` or out of a list of choices."""
 
-    def __init__(self, name: str, default: Any, choices: Sequence[str] = (), *, least: float = 0) -> None:
+    def __init__(self, name: str, default: Any, choices: Sequence[str] = (), *, min_value: float = 0) -> None:
         self._name = name
         self._default = default
         self._kind: type = type(default)
         self._choices = choices
-        self._least = least
+        self._min_value = min_value
 
     def __get__(self, owner: Any, _: Any = None) -> Any:
         return owner.__dict__.get(self._name, self._default)
 
     def __set__(self, owner: Any, value: Any) -> None:
         check.instance(self._name, value, self._kind)
-        if isinstance(value, int) and value < self._least:
+        if isinstance(value, int) and value < self._min_value:
             raise ValueError(f"{self._name} must be a non-negative int.")
         if self._kind is list:
             check.elements(self._name, value, int)
@@ -41,7 +41,7 @@ class _Cpu:
     precision_mode = _Checked("cpu_precision_mode", "enforce_fp32", _CPU_PRECISION)
     thread_num = _Checked("cpu_thread_num", 0)
     inter_op_parallel_num = _Checked("cpu_inter_op_parallel_num", 0)
-    thread_affinity_mode = _Checked("cpu_thread_affinity_mode", 0, least=float("-inf"))
+    thread_affinity_mode = _Checked("cpu_thread_affinity_mode", 0, min_value=float("-inf"))
     thread_affinity_core_list = _Checked("cpu_thread_affinity_core_list", [])
 
 
@@ -131,7 +131,7 @@ class Context:
         self._target = target
         self._first = target[0].lower()  # changing the list later changes nothing
 
-    def claim(self) -> bool:
+    def use_once(self) -> bool:
         """Use it for a model of a group; False if it was used for one before. Not part of the vendor's API."""
         self._uses += 1
         return self._uses == 1

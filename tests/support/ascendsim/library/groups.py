@@ -102,7 +102,7 @@ def lock(path: str, device: int, model: ModelFile, driver: Driver) -> Optional[t
     return _locks.setdefault(device, threading.Lock())
 
 
-def give_back(driver: Driver, path: str, device: int) -> None:
+def release_memory(driver: Driver, path: str, device: int) -> None:
     """The process's last model on any card goes: so do workspaces and its own weights. Other weights stay (:223)."""
     for memory in _workspaces.values():
         driver.free(memory)

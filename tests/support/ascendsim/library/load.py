@@ -22,7 +22,7 @@ _INT_MAX = 2**31 - 1
 _UINT64 = 2**64
 _MASKED = True
 _NO_MODEL = 2**32 - 1
-_PLACE = "extendrt/kernel/ascend/model/model_process.cc"
+_SOURCE_FILE = "extendrt/kernel/ascend/model/model_process.cc"
 _PIDS = re.compile(r"(?!,\Z)(\d+(,\s*\d+)*,?)?", re.ASCII)
 
 
@@ -111,12 +111,12 @@ class ModelProcess:
     def unload(self) -> None:
         """Give everything back (UnLoad). Where aclmdlUnload fails, nothing is given back."""
         if _loaded.pop(self._id, None) is None:
-            glog.error(f"{_PLACE}:892", "UnLoad", "Unload model failed, ret = 100000")
+            glog.error(f"{_SOURCE_FILE}:892", "UnLoad", "Unload model failed, ret = 100000")
             return
         for number in reversed(self._memory):
             self._driver.free(number)
         if not _loaded:
-            groups.give_back(self._driver, self._options.path, self._options.device)
+            groups.release_memory(self._driver, self._options.path, self._options.device)
         self._driver.reset_device(self._options.device)
 
     def _role(self) -> str:
@@ -243,4 +243,4 @@ def _shared_size(model: ModelFile) -> int:
 
 
 def _error(line: int, function: str, text: str) -> None:
-    glog.error(f"{_PLACE}:{line}", function, text)
+    glog.error(f"{_SOURCE_FILE}:{line}", function, text)

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Optional
 from ascendsim.library import check, groups
 from ascendsim.library.context import Context
 from ascendsim.library.ge import Session
-from ascendsim.library.native import NativeModel, Place
+from ascendsim.library.native import NativeModel, Placement
 from ascendsim.library.tensor import Tensor, TensorMeta
 
 _STATUS = "Common error code."
@@ -55,11 +55,11 @@ class Model:
                 raise ValueError("dec_mode must not be empty string!")
         ascend = context.ascend
         # One for each model of a group, and one for the calculation (docs runtime_cpp.md).
-        is_own = not groups.flags(model_path) or context.claim()
-        place = Place(context.get_first_target(), ascend.device_id, ascend.provider, ascend.rank_id)
-        place = place._replace(group_info=context.group_info_file, is_own=is_own)
+        is_own = not groups.flags(model_path) or context.use_once()
+        placement = Placement(context.get_first_target(), ascend.device_id, ascend.provider, ascend.rank_id)
+        placement = placement._replace(group_info=context.group_info_file, is_own=is_own)
         is_mindir = model_type is ModelType.MINDIR
-        if not self._model.build(model_path, place, is_mindir=is_mindir, key=dec_key or b"", mode=dec_mode):
+        if not self._model.build(model_path, placement, is_mindir=is_mindir, key=dec_key or b"", mode=dec_mode):
             raise RuntimeError(f"build_from_file failed! Error is {_STATUS}")
 
     def join(self, session: Session) -> bool:

@@ -60,7 +60,7 @@ class ModelGroup:
             return False
         if not self._paths:
             return True
-        context.claim()
+        context.use_once()
         driver = open_driver()
         if driver is None or model_type is not ModelType.MINDIR or context.get_first_target() != "ascend":
             return False

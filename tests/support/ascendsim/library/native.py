@@ -29,7 +29,7 @@ _DECRYPT_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _IMPL = "extendrt/cxx_api/model/model_impl.cc"
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Where a Context says that a model runs."""
 
     target: str
@@ -139,7 +139,7 @@ class NativeModel:
         self._config.setdefault(section, {}).update(items)
 
     def build(
-        self, path: str, place: Place, *, is_mindir: bool, key: bytes = b"", mode: str = "", is_pooled: bool = False
+        self, path: str, placement: Placement, *, is_mindir: bool, key: bytes = b"", mode: str = "", is_pooled: bool = False
     ) -> bool:
         """Build from a file; with a key, an encrypted one. A pool's has no path: no group ever has it."""
         if key and mode not in _DECRYPT_MODES:
@@ -160,7 +160,7 @@ class NativeModel:
             glog.error(f"{_IMPL}:215", "Build", "Load model failed, please check the file and its type.")
             return False
         try:
-            return self._create_session(model, place, encrypted=bool(key))
+            return self._create_session(model, placement, encrypted=bool(key))
         except (ValueError, IndexError) as error:  # as pybind11 names std::invalid_argument and std::out_of_range
             if key:
                 raise  # caught by nobody: the overload with cryptoInfo has no try
@@ -200,7 +200,7 @@ class NativeModel:
         result: List[Tensor] = []
         for spec in runner.model.outputs:
             unknown = -1 in spec.shape and isinstance(runner, _Cpu)
-            shape = [-1] if unknown else sizes.told(runner.model, spec)
+            shape = [-1] if unknown else sizes.reported_shape(runner.model, spec)
             result.append(Tensor.of(spec.name, data_type(spec.dtype), shape))
         return result
 
@@ -251,8 +251,8 @@ class NativeModel:
             glog.error(f"{_IMPL}:210", "Build", f"Read model file failed: {error}")
             return None
 
-    def _create_session(self, model: ModelFile, place: Place, *, encrypted: bool) -> bool:
-        if place.target == "cpu" and model.kind == network.SLICE:
+    def _create_session(self, model: ModelFile, placement: Placement, *, encrypted: bool) -> bool:
+        if placement.target == "cpu" and model.kind == network.SLICE:
             # Seen with 2.0.0: a model with an AllReduce is refused on the CPU.
             glog.error(
                 "extendrt/delegate/graph_executor/litert/graph_executor.cc:320",
@@ -260,36 +260,36 @@ class NativeModel:
                 "construct model failed",
             )
             return False
-        if place.target == "cpu":
+        if placement.target == "cpu":
             self._runner = _Cpu(model)
-        elif place.target == "ascend":
-            runner = self._load(model, place)
+        elif placement.target == "ascend":
+            runner = self._load(model, placement)
             if runner is None:
                 return False
             self._runner = runner
             if runner.handle and not encrypted:
                 self._handle = str(runner.handle)
         else:
-            glog.error("extendrt/infer_session.cc:125", "CreateSession", f"No session for {place.target}")
+            glog.error("extendrt/infer_session.cc:125", "CreateSession", f"No session for {placement.target}")
             return False
         self._shapes = [list(spec.shape) for spec in self._runner.model.inputs]
         self._buffers = [_Buffer() for _ in self._runner.model.outputs]
         return True
 
-    def _load(self, model: ModelFile, place: Place) -> Union[_Card, Graph, None]:
+    def _load(self, model: ModelFile, placement: Placement) -> Union[_Card, Graph, None]:
         driver = open_driver()
         if driver is None:
             glog.error("extendrt/infer_session.cc:130", "CreateSession", "Load libascend_kernel_plugin.so failed.")
             return None
-        is_ge = self._provider(place) == _GE
-        misfit = self._misfit(model, place, is_ge=is_ge)
+        is_ge = self._provider(placement) == _GE
+        misfit = self._misfit(model, placement, is_ge=is_ge)
         if misfit is not None:
             glog.error(*misfit)
             return None
         if is_ge:
-            options = ge.Options(place.device, place.rank, place.group_info, self._config)
+            options = ge.Options(placement.device, placement.rank, placement.group_info, self._config)
             return ge.build(driver, model, options, self._session)
-        process = ModelProcess(driver, self._options(driver, place)._replace(path=self._path))
+        process = ModelProcess(driver, self._options(driver, placement)._replace(path=self._path))
         try:
             faults.begin(driver, "build", process.who)
             return _Card(driver, process) if process.load(model) else None
@@ -297,23 +297,23 @@ class NativeModel:
             glog.error("extendrt/session/single_op_session.cc:310", "CompileGraph", "Init kernel failed.")
             return None
 
-    def _misfit(self, model: ModelFile, place: Place, *, is_ge: bool) -> Optional[Tuple[str, str, str]]:
+    def _misfit(self, model: ModelFile, placement: Placement, *, is_ge: bool) -> Optional[Tuple[str, str, str]]:
         """Why such a model is not built here, for the log."""
         if model.exported and not self._path:
             return f"{_IMPL}:729", "Build", "not supported on Ascend, due to the func_graph is unoptimized!"
         if model.exported and not is_ge:
             text = "The graph does not have exactly one node of the type Custom."
             return "extendrt/session/single_op_session.cc:280", "CompileGraph", text
-        if not place.is_own and not is_ge:
+        if not placement.is_own and not is_ge:
             return f"{_IMPL}:420", "Build", "The device info of the context is that of another model of the group."
         return None
 
-    def _provider(self, place: Place) -> str:
+    def _provider(self, placement: Placement) -> str:
         """The Context's; where that is empty the configuration's (UpdateProvider, model_impl.cc:436)."""
-        return place.provider or self._config.get(_ASCEND, {}).get(_PROVIDER, "")
+        return placement.provider or self._config.get(_ASCEND, {}).get(_PROVIDER, "")
 
-    def _options(self, driver: Driver, place: Place) -> Options:
-        device = place.device
+    def _options(self, driver: Driver, placement: Placement) -> Options:
+        device = placement.device
         if device >= driver.cards:
             text = f"Invalid device id {device}, use 0"
             glog.warning("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:70", "GenAclOptions", text)

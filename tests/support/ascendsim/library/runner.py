@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 from ascendsim import glog
 from ascendsim.library import check
 from ascendsim.library.context import Context
-from ascendsim.library.native import NativeModel, Place
+from ascendsim.library.native import NativeModel, Placement
 from ascendsim.library.tensor import Tensor
 
 _POOL = "extendrt/cxx_api/model_pool/model_pool.cc"
@@ -65,7 +65,7 @@ class _Pool:
         self._idle: List[NativeModel] = []
         self._turn = 0
         self._queued = 0
-        self._is_warm = False
+        self._has_predicted = False
 
     def build(self, path: str, context: Context) -> bool:
         if self._workers:
@@ -89,9 +89,9 @@ class _Pool:
         if not self._workers:
             return []
         with self._lock:
-            if not self._is_warm:
+            if not self._has_predicted:
                 # The first one runs on all workers, one after another (:1080).
-                self._is_warm = True
+                self._has_predicted = True
                 return [_run(each, inputs, given) for each in self._workers][-1]
             worker = self._idle.pop() if self._idle else None
             if worker is None:
@@ -131,7 +131,7 @@ def _worker(path: str, context: Context, index: int) -> Optional[NativeModel]:
     sections: Dict[str, Dict[str, str]] = parallel.config_info
     for name, items in sections.items():
         model.update_config(name, items)
-    built = model.build(path, Place(target, device, context.ascend.provider), is_mindir=True, is_pooled=True)
+    built = model.build(path, Placement(target, device, context.ascend.provider), is_mindir=True, is_pooled=True)
     return model if built else None
 
 

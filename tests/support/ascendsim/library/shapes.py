@@ -39,7 +39,7 @@ def as_the_card_reads(model: ModelFile, arrays: List[Floats]) -> List[Floats]:
     return [np.resize(each, (batch, *each.shape[1:])) for each in arrays]
 
 
-def told(model: ModelFile, output: TensorSpec) -> List[int]:
+def reported_shape(model: ModelFile, output: TensorSpec) -> List[int]:
     """What a card says of an output before the first predict: with gears, the shape of the largest one."""
     return [model.largest if model.gears and dim == -1 else dim for dim in output.shape]
 

@@ -21,12 +21,12 @@ from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.errors import BuildError, Spoilt
 
 
-def find(
+def find_row_support(
     engine: Engine,
     order: Build,
-    known: Canary,
+    reference: Canary,
     rebuild: Callable[[], None],
-    tell: Callable[[SelfTestCases], None],
+    announce: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
 ) -> Optional[Rows]:
     """Return what is found of the rows of the model that `engine` has built; None where that is not asked for.
@@ -47,31 +47,31 @@ def find(
         return None
     try:
         inputs = comparison.inputs_with_rows(engine.signature.inputs, order.sizes)
-        if not known.cases:
-            raise NotTogether(f"there is no canary, by which rows are looked at: {known.note}")
+        if not reference.cases:
+            raise NotTogether(f"there is no canary, by which rows are looked at: {reference.note}")
     except NotTogether as error:
         return Rows((), (), equal=False, note=clip(str(error)))
-    tries = _Tries(engine, order, inputs, known.cases, rebuild, tell)
-    subject = _subject(engine, known.cases[0], order.rows, order.sizes, sample)
-    is_exact = order.exact and known.digest != ""
-    found = comparison.compare(subject, exact=is_exact, before_run=tries.begin, on_refused=tries.refused)
-    tries.end()
+    try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
+    subject = _make_subject(engine, reference.cases[0], order.rows, order.sizes, sample)
+    is_exact = order.exact and reference.digest != ""
+    found = comparison.compare(subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure)
+    try_reporter.finish()
     note = found.note
     if not note and not is_exact:
-        note = known.note if order.exact else "it was not tested whether answers are the same: they need not be"
+        note = reference.note if order.exact else "it was not tested whether answers are the same: they need not be"
     # What fails in a way that spoils the model is not risked with the requests of clients.
     outputs = () if isinstance(found.batch_error, Spoilt) else found.outputs
-    special = tuple([each.value for each in found.unequal_specials])
-    return Rows(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special)
+    special_kinds = tuple([each.value for each in found.unequal_specials])
+    return Rows(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
 
 
-def digest_of(
+def rows_digest(
     engine: Engine,
     cases: SelfTestCases,
-    rows: int,
-    sizes: Sequence[int] = (),
+    max_rows: int,
+    allowed_batch_sizes: Sequence[int] = (),
     sample: Optional[Arrays] = None,
-    values: str = Kind.SCALED.value,
+    row_kind: str = Kind.SCALED.value,
 ) -> str:
     """Return the digest of the answer to a predict of many rows.
 
@@ -86,15 +86,15 @@ def digest_of(
     Raises:
         RequestError: the model does not run on them.
     """
-    subject = _subject(engine, cases[0], rows, sizes, sample)
-    return canary.of(({},), [comparison.predict_many_rows(subject, Kind(values))]).digest
+    subject = _make_subject(engine, cases[0], max_rows, allowed_batch_sizes, sample)
+    return canary.from_answers(({},), [comparison.predict_many_rows(subject, Kind(row_kind))]).digest
 
 
-def _subject(engine: Engine, case: SelfTestCase, rows: int, sizes: Sequence[int], sample: Optional[Arrays]) -> Subject:
-    return Subject(engine.predict, engine.signature.inputs, case, rows, sizes, sample, (InvalidArgument, Spoilt))
+def _make_subject(engine: Engine, case: SelfTestCase, max_rows: int, allowed_batch_sizes: Sequence[int], sample: Optional[Arrays]) -> Subject:
+    return Subject(engine.predict, engine.signature.inputs, case, max_rows, allowed_batch_sizes, sample, (InvalidArgument, Spoilt))
 
 
-class _Tries:
+class _TryReporter:
     """Tells the daemon what is tried, and rebuilds what a try has spoilt."""
 
     def __init__(
@@ -104,34 +104,34 @@ class _Tries:
         inputs: Sequence[str],
         cases: SelfTestCases,
         rebuild: Callable[[], None],
-        tell: Callable[[SelfTestCases], None],
+        announce: Callable[[SelfTestCases], None],
     ) -> None:
         self._engine = engine
         self._inputs = inputs
         self._cases = cases
-        self._unfit = order.unfit
+        self._failed_cases = order.unfit
         self._rebuild = rebuild
-        self._tell = tell
-        self._told: List[int] = []
+        self._announce = announce
+        self._announced: List[int] = []
 
-    def begin(self, count: int) -> None:
+    def on_try(self, row_count: int) -> None:
         """Tell of a number of rows that is run for the first time.
 
         Raises:
             NotTogether: a process has died of it.
         """
-        if count in self._told:
+        if row_count in self._announced:
             return
-        self._told.append(count)
+        self._announced.append(row_count)
         case: SelfTestCase = {
-            name: (count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
+            name: (row_count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
         }
-        if case in self._unfit:
-            raise NotTogether(f"the process that has built the model died of {count} rows")
+        if case in self._failed_cases:
+            raise NotTogether(f"the process that has built the model died of {row_count} rows")
         if case not in self._cases:
-            self._tell((case,))
+            self._announce((case,))
 
-    def refused(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Rebuild the model if that is needed.
 
         Raises:
@@ -140,10 +140,10 @@ class _Tries:
         if isinstance(error, Spoilt):
             if not self._engine.can_rebuild:
                 raise BuildError(f"the model does not run on so many rows: {error}; run no requests together") from None
-            self.end()
+            self.finish()
             self._rebuild()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Tell that nothing is tried any more."""
-        self._told.clear()
-        self._tell(())
+        self._announced.clear()
+        self._announce(())

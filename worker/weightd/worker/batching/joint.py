@@ -23,7 +23,7 @@ class Share(NamedTuple):
     """
 
     description: ResponseDescription
-    cuts: Tuple[Tuple[int, int, int], ...]
+    byte_ranges: Tuple[Tuple[int, int, int], ...]
 
 
 class Joint:
@@ -48,20 +48,20 @@ class Joint:
 
     __slots__ = ("_places", "counts", "descriptions", "form", "is_tested", "shares", "specs", "total")
 
-    def __init__(self, descriptions: Sequence[RequestDescription], rows: int = 0, sizes: Sequence[int] = ()) -> None:
+    def __init__(self, descriptions: Sequence[RequestDescription], min_rows: int = 0, allowed_batch_sizes: Sequence[int] = ()) -> None:
         self.descriptions = tuple(descriptions)
-        self.counts = [_rows(each.inputs) for each in self.descriptions]
-        used = max(rows, sum(self.counts))
-        self.total = next((size for size in sizes if size >= used), used)
+        self.counts = [_row_count(each.inputs) for each in self.descriptions]
+        used = max(min_rows, sum(self.counts))
+        self.total = next((size for size in allowed_batch_sizes if size >= used), used)
         first = self.descriptions[0].inputs
         self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total, *each.shape[1:])) for each in first])
         # Of each input, its position in each request.
-        self._places = [[_place(each, spec) for each in self.descriptions] for spec in first]
+        self._places = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
         self.form: Tuple[Any, ...] = ()
         self.shares: List[Share] = []
         self.is_tested = False
 
-    def inputs(self, parts: Sequence[Sequence[Any]]) -> Arrays:
+    def merge_inputs(self, item_frames: Sequence[Sequence[Any]]) -> Arrays:
         """Return the inputs of all together: copies, for what a client can reach may change.
 
         Args:
@@ -73,13 +73,13 @@ class Joint:
         inputs: Arrays = {}
         surplus = self.total - sum(self.counts)
         for spec, places in zip(self.specs, self._places):
-            pieces = [part[place] for part, place in zip(parts, places)]
+            pieces = [part[place] for part, place in zip(item_frames, places)]
             if surplus:
                 pieces += [_last_row(spec, pieces)] * surplus
             inputs[spec.name] = from_frame(spec, bytearray().join(pieces))
         return inputs
 
-    def parts_of(self, rows: Any) -> List[int]:
+    def items_with_rows(self, rows: Any) -> List[int]:
         """Return the positions of the requests that have one of these rows, which are an array of bool."""
         found: List[int] = []
         end = 0
@@ -89,7 +89,7 @@ class Joint:
                 found.append(index)
         return found
 
-    def learn(self, arrays: Arrays) -> None:
+    def learn_slices(self, arrays: Arrays) -> None:
         """Find out the shares of an answer.
 
         Args:
@@ -100,25 +100,25 @@ class Joint:
         """
         check_rows(arrays, self.total)
         positions = {name: position for position, name in enumerate(arrays)}
-        shares: List[Share] = []
+        slices: List[Share] = []
         begin = 0
         for asked, count in zip(self.descriptions, self.counts):
             end = begin + count
             own = {name: arrays[name][begin:end] for name in (arrays if asked.outputs is None else asked.outputs)}
-            cuts = [(positions[name], *_bytes(arrays[name], begin, end)) for name in own]
-            shares.append(Share(describe_response(asked.model_name, own), tuple(cuts)))
+            cuts = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
+            slices.append(Share(describe_response(asked.model_name, own), tuple(cuts)))
             begin = end
-        self.shares = shares
+        self.shares = slices
 
 
-def _rows(specs: Sequence[TensorSpec]) -> int:
+def _row_count(specs: Sequence[TensorSpec]) -> int:
     counts = {each.shape[0] if each.shape else -1 for each in specs}
     if len(counts) != 1 or -1 in counts:
         raise InvalidArgument("inputs: expected as many rows of each")
     return counts.pop()
 
 
-def _place(description: RequestDescription, spec: TensorSpec) -> int:
+def _position_of(description: RequestDescription, spec: TensorSpec) -> int:
     for position, each in enumerate(description.inputs):
         if each.name == spec.name and each.datatype == spec.datatype and each.shape[1:] == spec.shape[1:]:
             return position
@@ -133,6 +133,6 @@ def _last_row(spec: TensorSpec, pieces: Sequence[Any]) -> Any:
     return bytes(nbytes)
 
 
-def _bytes(array: Any, begin: int, end: int) -> Tuple[int, int]:
+def _byte_range(array: Any, begin: int, end: int) -> Tuple[int, int]:
     nbytes = array.nbytes // max(len(array), 1)
     return begin * nbytes, end * nbytes

@@ -18,11 +18,11 @@ from weightd.worker.batching.joint import Joint
 from weightd.worker.engines.engine import Arrays, Engine
 
 # One job of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
-_SELDOM = 1000
-_MAX_KEPT_BYTES = 16 * 1024 * 1024
+_RECHECK_INTERVAL = 1000
+_MAX_SAMPLE_BYTES = 16 * 1024 * 1024
 
 # Forms that are known at a time, or one for each number of rows: each costs predicts. Others are not run together.
-_MAX_FORMS = 64
+_MAX_TESTED_SPECS = 64
 
 
 class RowsDiffer(NotTogether):
@@ -38,8 +38,8 @@ class RowsDiffer(NotTogether):
         self.parties = parties
 
 
-class _Kept(NamedTuple):
-    joint: Joint
+class _BatchSample(NamedTuple):
+    merged: Joint
     inputs: Arrays
     outputs: Arrays
     parties: Tuple[int, ...]
@@ -57,33 +57,33 @@ class Trials:
     """
 
     def __init__(
-        self, engine: Engine, rows: int, sizes: Sequence[int] = (), case: Optional[SelfTestCase] = None, compared: int = 0
+        self, engine: Engine, max_rows: int, allowed_batch_sizes: Sequence[int] = (), case: Optional[SelfTestCase] = None, compared_rows: int = 0
     ) -> None:
         self._engine = engine
-        self._sizes = sizes
-        self._most = max(_MAX_FORMS, rows)
-        self._forms: Set[Any] = set()
+        self._allowed_batch_sizes = allowed_batch_sizes
+        self._max_tested_specs = max(_MAX_TESTED_SPECS, max_rows)
+        self._tested_specs: Set[Any] = set()
         # By the other dimensions: how many rows.
-        self._compared: Dict[Any, int] = {}
-        self._case = frozenset((name, tuple(shape[1:])) for name, shape in case.items()) if case else None
-        self._most_compared = compared
+        self._compared_rows: Dict[Any, int] = {}
+        self._holder_dims = frozenset((name, tuple(shape[1:])) for name, shape in case.items()) if case else None
+        self._holder_compared_rows = compared_rows
         if case:
-            self._compared[self._case] = MAX_TEST_ROWS
-        self._left = _SELDOM
-        self._kept: Optional[_Kept] = None
+            self._compared_rows[self._holder_dims] = MAX_TEST_ROWS
+        self._until_recheck = _RECHECK_INTERVAL
+        self._pending: Optional[_BatchSample] = None
 
     @property
     def is_due(self) -> bool:
         """Whether there is something to be looked at again."""
-        return self._kept is not None
+        return self._pending is not None
 
-    def takes(self, joint: Joint) -> bool:
+    def can_batch(self, merged: Joint) -> bool:
         """Return whether requests of this form may be run together."""
-        if not joint.is_tested and joint.total <= self._most_compared and _dims(joint) == self._case:
-            joint.is_tested = True
-        return joint.is_tested or len(self._forms) < self._most or joint.specs in self._forms
+        if not merged.is_tested and merged.total <= self._holder_compared_rows and _row_dims(merged) == self._holder_dims:
+            merged.is_tested = True
+        return merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
 
-    def check(self, joint: Joint, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
+    def check(self, merged: Joint, inputs: Arrays, outputs: Arrays, parties: Tuple[int, ...] = ()) -> None:
         """Find out whether each has the same answer alone, unless that is known of the form.
 
         Args:
@@ -96,69 +96,69 @@ class Trials:
             RowsDiffer: one has another.
             RequestError: one cannot be run alone.
         """
-        if joint.is_tested:
-            self._left -= 1
-            if self._left <= 0:
-                self._keep(_Kept(joint, inputs, outputs, parties))
+        if merged.is_tested:
+            self._until_recheck -= 1
+            if self._until_recheck <= 0:
+                self._keep_sample(_BatchSample(merged, inputs, outputs, parties))
             return
-        dims = _dims(joint)
-        compared = self._compared.get(dims, 0)
-        if joint.specs not in self._forms or compared < MAX_TEST_ROWS:
-            self._compare(_Kept(joint, inputs, outputs, parties))
-            self._forms.add(joint.specs)
-            self._compared[dims] = compared = compared + sum(joint.counts)
-        joint.is_tested = compared >= MAX_TEST_ROWS
+        dims = _row_dims(merged)
+        compared_rows = self._compared_rows.get(dims, 0)
+        if merged.specs not in self._tested_specs or compared_rows < MAX_TEST_ROWS:
+            self._compare(_BatchSample(merged, inputs, outputs, parties))
+            self._tested_specs.add(merged.specs)
+            self._compared_rows[dims] = compared_rows = compared_rows + sum(merged.counts)
+        merged.is_tested = compared_rows >= MAX_TEST_ROWS
 
-    def again(self) -> None:
+    def recheck(self) -> None:
         """Look again at what is due, if anything is.
 
         Raises:
             RowsDiffer: as `check`.
             RequestError: as `check`.
         """
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self._compare(kept)
+        sample, self._pending = self._pending, None
+        if sample is not None:
+            self._compare(sample)
 
-    def _keep(self, kept: _Kept) -> None:
-        self._left = _SELDOM
-        if sum(array.nbytes for arrays in (kept.inputs, kept.outputs) for array in arrays.values()) <= _MAX_KEPT_BYTES:
-            self._kept = kept
+    def _keep_sample(self, sample: _BatchSample) -> None:
+        self._until_recheck = _RECHECK_INTERVAL
+        if sum(array.nbytes for arrays in (sample.inputs, sample.outputs) for array in arrays.values()) <= _MAX_SAMPLE_BYTES:
+            self._pending = sample
 
-    def _compare(self, job: _Kept) -> None:
-        joint, inputs = job.joint, job.inputs
-        used = sum(joint.counts)
-        parts: List[Arrays] = []
+    def _compare(self, sample: _BatchSample) -> None:
+        merged, inputs = sample.merged, sample.inputs
+        used = sum(merged.counts)
+        alone_outputs: List[Arrays] = []
         end = 0
-        for count in joint.counts:
+        for count in merged.counts:
             begin, end = end, end + count
             if count:
-                size = next((size for size in self._sizes if size >= count), count)
+                size = next((size for size in self._allowed_batch_sizes if size >= count), count)
                 rows = np.minimum(np.arange(begin, begin + size), end - 1)
-                parts.append({name: array[:count] for name, array in self._run(inputs, rows).items()})
-        alone, together = bits.concatenate(parts), {name: array[:used] for name, array in job.outputs.items()}
-        found = bits.describe_difference(together, alone)
+                alone_outputs.append({name: array[:count] for name, array in self._run(inputs, rows).items()})
+        alone, batched = bits.concatenate(alone_outputs), {name: array[:used] for name, array in sample.outputs.items()}
+        found = bits.describe_difference(batched, alone)
         if found:
-            raise RowsDiffer(found, self._whose(job, together, alone))
+            raise RowsDiffer(found, self._differing_parties(sample, batched, alone))
 
-    def _whose(self, job: _Kept, together: Arrays, alone: Arrays) -> Sequence[int]:
+    def _differing_parties(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
         """Return whose rows differ.
 
         The rows of each such party are run again without those of others: in the places of these are its own rows. If
         they do not differ then, it was the rows of others that have changed the answers to them; so those may change
         the answers to anybody's, and none is to blame alone.
         """
-        forms = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (together, alone)]
-        if not job.parties or forms[0] != forms[1]:
+        layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
+        if not sample.parties or layouts[0] != layouts[1]:
             return ()
-        party_of_row = np.repeat(job.parties, job.joint.counts)
-        differ = bits.differing_rows(together, alone)
+        party_of_row = np.repeat(sample.parties, sample.merged.counts)
+        differ = bits.differing_rows(batched, alone)
         found = sorted({int(each) for each in party_of_row[differ]})
         for party in found:
             own = np.flatnonzero(party_of_row == party)
-            rows = np.resize(own, job.joint.total)
+            rows = np.resize(own, sample.merged.total)
             rows[own] = own
-            answer = self._run(job.inputs, rows)
+            answer = self._run(sample.inputs, rows)
             pairs = ({name: array[own] for name, array in each.items()} for each in (answer, alone))
             if not bits.describe_difference(*pairs):
                 return ()
@@ -168,5 +168,5 @@ class Trials:
         return bits.check_rows(self._engine.predict({name: each[rows] for name, each in inputs.items()}), len(rows))
 
 
-def _dims(joint: Joint) -> Any:
-    return frozenset((each.name, each.shape[1:]) for each in joint.specs)
+def _row_dims(merged: Joint) -> Any:
+    return frozenset((each.name, each.shape[1:]) for each in merged.specs)

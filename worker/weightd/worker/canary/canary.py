@@ -26,7 +26,7 @@ class Canary(NamedTuple):
 
     cases: SelfTestCases
     digest: str
-    shapes: Sequence[Dict[str, Tuple[int, ...]]] = ()
+    output_shapes: Sequence[Dict[str, Tuple[int, ...]]] = ()
     answers: Sequence[Arrays] = ()
     note: str = ""
 
@@ -38,17 +38,17 @@ def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -
         InvalidArgument: the engine refuses the inputs.
         Spoilt: the predict failed.
     """
-    return of(cases, [engine.predict(sample or inputs(engine.signature, case)) for case in cases])
+    return from_answers(cases, [engine.predict(sample or make_inputs(engine.signature, case)) for case in cases])
 
 
 def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[Canary, Canary]:
     """Return two runs, each case of the second one right after that of the first; errors as in `run`."""
-    asked = [sample or inputs(engine.signature, case) for case in cases]
-    pairs = [(engine.predict(each), engine.predict(each)) for each in asked]
-    return of(cases, [one for one, _ in pairs]), of(cases, [other for _, other in pairs])
+    case_inputs = [sample or make_inputs(engine.signature, case) for case in cases]
+    pairs = [(engine.predict(each), engine.predict(each)) for each in case_inputs]
+    return from_answers(cases, [one for one, _ in pairs]), from_answers(cases, [other for _, other in pairs])
 
 
-def of(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
+def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
     """Return the canary with these answers."""
     state = hashlib.sha256()
     for outputs in answers:
@@ -59,9 +59,9 @@ def of(cases: SelfTestCases, answers: Sequence[Arrays]) -> Canary:
     return Canary(cases, state.hexdigest() if cases else "", shapes, answers)
 
 
-def shows(run: Canary) -> bool:
+def is_conclusive(selftest: Canary) -> bool:
     """Return whether the answers could be other ones: without a finite number in them, any weights give the same."""
-    return any(np.isfinite(array).any() for outputs in run.answers for array in outputs.values())
+    return any(np.isfinite(array).any() for outputs in selftest.answers for array in outputs.values())
 
 
 def difference(one: Canary, other: Canary) -> float:
@@ -73,21 +73,21 @@ def difference(one: Canary, other: Canary) -> float:
         return 0.0
     if len(one.answers) != len(other.answers):
         return float("inf")
-    return max(map(apart, one.answers, other.answers))
+    return max(map(answer_difference, one.answers, other.answers))
 
 
-def observed(signature: ModelSignature, canary: Canary) -> ModelSignature:
+def with_observed_outputs(signature: ModelSignature, selftest: Canary) -> ModelSignature:
     """Return `signature` with the shapes of outputs that the engine did not know, as the canary showed them.
 
     Where an input may have any rank, the canary shows only one of them: then so may an output.
     """
     if any(each.shape is None for each in signature.inputs):
         return signature
-    return signature._replace(outputs=tuple(_observed_output(each, canary.shapes) for each in signature.outputs))
+    return signature._replace(outputs=tuple(_observed_output(each, selftest.output_shapes) for each in signature.outputs))
 
 
-def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
-    seen = [each[output.name] for each in shapes if output.name in each]
+def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, Tuple[int, ...]]]) -> TensorSignature:
+    seen = [each[output.name] for each in output_shapes if output.name in each]
     if len({len(shape) for shape in seen}) != 1:
         return output
     if output.shape is not None and len(seen[0]) == len(output.shape):
@@ -98,19 +98,19 @@ def _observed_output(output: TensorSignature, shapes: Sequence[Dict[str, Tuple[i
     return TensorSignature(output.name, output.datatype, dims)
 
 
-def inputs(signature: ModelSignature, case: SelfTestCase) -> Arrays:
+def make_inputs(signature: ModelSignature, case: SelfTestCase) -> Arrays:
     """Return the inputs of one case."""
     return {each.name: generate_values(each, case[each.name]) for each in signature.inputs}
 
 
-def apart(one: Arrays, other: Arrays) -> float:
+def answer_difference(one: Arrays, other: Arrays) -> float:
     """Return how far two answers are apart, as `difference` does."""
     if one.keys() != other.keys():
         return float("inf")
-    return max((_far(one[name], other[name]) for name in one), default=0.0)
+    return max((_array_difference(one[name], other[name]) for name in one), default=0.0)
 
 
-def _far(one: Any, other: Any) -> float:
+def _array_difference(one: Any, other: Any) -> float:
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if one.tobytes() == other.tobytes():
@@ -122,7 +122,7 @@ def _far(one: Any, other: Any) -> float:
     if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
         return float("inf")
     largest = float(abs(a[finite]).max(initial=0.0))
-    far = float(abs(a[finite] - b[finite]).max(initial=0.0))
-    if far == 0:
+    max_difference = float(abs(a[finite] - b[finite]).max(initial=0.0))
+    if max_difference == 0:
         return 0.0  # 0 and -0
-    return far / largest if largest else float("inf")
+    return max_difference / largest if largest else float("inf")

@@ -23,7 +23,7 @@ from weightd.worker.engines.errors import BuildError
 MAX_BYTES = 256 * 1024 * 1024
 
 # What the libraries raise for a broken file, of which nobody has the list; encryption is a RuntimeError.
-_BROKEN = (
+_MALFORMED_ERRORS = (
     ValueError,
     EOFError,
     AttributeError,
@@ -50,10 +50,10 @@ def load(path: str, signature: ModelSignature) -> Arrays:
     names = [each.name for each in signature.inputs]
     if sorted(arrays) != sorted(names):
         raise BuildError(f"canary: {path}: expected arrays {', '.join(names)}, got {', '.join(arrays)}")
-    return {each.name: _checked(path, each, arrays[each.name]) for each in signature.inputs}
+    return {each.name: _validated_array(path, each, arrays[each.name]) for each in signature.inputs}
 
 
-def load_known(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
+def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
     """Return a sample and what is right for it: an .npz with an array for each input, and one for each output.
 
     Raises:
@@ -61,21 +61,21 @@ def load_known(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
     """
     arrays = _read(path, 2 * limits.MAX_TENSORS)
     names = [each.name for tensors in signature for each in tensors]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise BuildError(f"canary: {path}: {twice[0]} is an input and an output: no array can be named for both")
+    duplicates = [name for name in names if names.count(name) > 1]
+    if duplicates:
+        raise BuildError(f"canary: {path}: {duplicates[0]} is an input and an output: no array can be named for both")
     if sorted(arrays) != sorted(names):
         raise BuildError(
             f"canary: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
             f"got {', '.join(arrays)}"
         )
     inputs, outputs = (
-        {each.name: _checked(path, each, arrays[each.name]) for each in each_of} for each_of in signature
+        {each.name: _validated_array(path, each, arrays[each.name]) for each in each_of} for each_of in signature
     )
     return inputs, outputs
 
 
-def _checked(path: str, tensor: TensorSignature, array: Any) -> Any:
+def _validated_array(path: str, tensor: TensorSignature, array: Any) -> Any:
     expected = np.dtype(NUMPY_DTYPE[tensor.datatype])
     if array.dtype.newbyteorder("=") != expected.newbyteorder("="):
         raise BuildError(f"canary: {path}: {tensor.name}: expected {expected.name}, got {array.dtype}")
@@ -108,19 +108,19 @@ def load_answers(path: str, cases: SelfTestCases) -> canary.Canary:
         if not case.isdigit() or int(case) >= len(cases):
             raise BuildError(f"{path}: expected answers to {len(cases)} inputs, got {key!r}")
         answers[int(case)][name] = array
-    return canary.of(cases, answers)
+    return canary.from_answers(cases, answers)
 
 
-def _read(path: str, most: int) -> Dict[str, Any]:
+def _read(path: str, max_arrays: int) -> Dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
-            _check_size(path, [(each.filename, each.file_size) for each in archive.infolist()], most)
+            _check_size(path, [(each.filename, each.file_size) for each in archive.infolist()], max_arrays)
         # Objects would be unpickled, and a pickle can do anything.
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except OSError as error:
         raise BuildError(f"canary: {path}: {error.strerror or error}") from None
-    except _BROKEN as error:
+    except _MALFORMED_ERRORS as error:
         raise BuildError(f"canary: {path}: expected an .npz of plain arrays: {error}") from None
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):  # a member that is no .npy
@@ -128,9 +128,9 @@ def _read(path: str, most: int) -> Dict[str, Any]:
     return arrays
 
 
-def _check_size(path: str, members: List[Tuple[str, int]], most: int) -> None:
-    if len(members) > most:
-        raise BuildError(f"canary: {path}: expected at most {most} arrays, got {len(members)}")
+def _check_size(path: str, members: List[Tuple[str, int]], max_arrays: int) -> None:
+    if len(members) > max_arrays:
+        raise BuildError(f"canary: {path}: expected at most {max_arrays} arrays, got {len(members)}")
     nbytes = sum(size for _, size in members)
     if nbytes > MAX_BYTES:
         raise BuildError(f"canary: {path}: expected at most {MAX_BYTES} bytes, got {nbytes}")

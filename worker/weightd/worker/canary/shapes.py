@@ -12,7 +12,7 @@ from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError
 
 
-def largest(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
+def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
     """Return the case that covers all of `cases`, with `rows` in each input that has rows; {} without cases."""
     case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
@@ -24,7 +24,7 @@ def largest(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfT
     return case
 
 
-def between(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
+def midpoint_case(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
     """Return the case half way between these two.
 
     Kernels are chosen by what divides a size: 64 and 128 may have the same one, and 96 another.
@@ -32,34 +32,34 @@ def between(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
 
 
-def halved(signature: ModelSignature, case: SelfTestCase) -> SelfTestCase:
+def halve_case(signature: ModelSignature, case: SelfTestCase) -> SelfTestCase:
     """Return the case whose free dimensions are half as large."""
-    known = {each.name: each.shape for each in signature.inputs}
-    return {name: _halved(known[name], shape) for name, shape in case.items()}
+    declared = {each.name: each.shape for each in signature.inputs}
+    return {name: _halve_shape(declared[name], shape) for name, shape in case.items()}
 
 
-def _halved(known: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) -> Tuple[int, ...]:
-    return tuple((dim + 1) // 2 if known is None or known[axis] < 0 else dim for axis, dim in enumerate(shape))
+def _halve_shape(declared: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) -> Tuple[int, ...]:
+    return tuple((dim + 1) // 2 if declared is None or declared[axis] < 0 else dim for axis, dim in enumerate(shape))
 
 
-def inputs(signature: ModelSignature, case: SelfTestCase, sample: Optional[Arrays]) -> Arrays:
+def make_inputs(signature: ModelSignature, case: SelfTestCase, sample: Optional[Arrays]) -> Arrays:
     """Return inputs of these shapes: the values of the sample, repeated, or made up."""
     if sample is None:
-        return canary.inputs(signature, case)
+        return canary.make_inputs(signature, case)
     return {name: np.resize(sample[name], shape) for name, shape in case.items()}
 
 
-def check_bound(signature: ModelSignature, bound: SelfTestCase) -> None:
+def check_max_shape(signature: ModelSignature, max_shape: SelfTestCase) -> None:
     """Check that the option `max_shape` is one for this model.
 
     Raises:
         BuildError: it is not; the text names the input and what was expected.
     """
     names = [each.name for each in signature.inputs]
-    if sorted(bound) != sorted(names):
-        raise BuildError(f"options.max_shape: expected inputs {', '.join(names)}, got {', '.join(bound)}")
+    if sorted(max_shape) != sorted(names):
+        raise BuildError(f"options.max_shape: expected inputs {', '.join(names)}, got {', '.join(max_shape)}")
     for each in signature.inputs:
-        shape = bound[each.name]
+        shape = max_shape[each.name]
         dims = each.shape or ()
         fits = len(shape) == len(dims) and all(known in (dim, -1) for known, dim in zip(dims, shape))
         if each.shape is not None and not fits:

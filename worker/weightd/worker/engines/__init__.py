@@ -17,7 +17,7 @@ from weightd.worker.engines.ranks import RankEngine
 
 ENGINES: Dict[str, Callable[[Settings], Engine]] = {
     "onnxruntime": OnnxRuntime,
-    "mindspore_lite": mindspore_lite.make,
+    "mindspore_lite": mindspore_lite.make_engine,
 }
 """What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""
 

@@ -22,13 +22,13 @@ class CpuEngine(Engine):
         if settings.card is not None:
             raise BuildError(f"device: {self.name} runs on the cpu only, got {settings.device}")
         self._settings = settings
-        self._pages = PageSharing() if settings.sharing else None
-        self.sharing = self._pages or NotShared()
+        self._page_sharing = PageSharing() if settings.is_sharing else None
+        self.sharing = self._page_sharing or NotShared()
 
-    def _begin(self, handle: str) -> None:
+    def _start_build(self, handle: str) -> None:
         """To be called before each build, after which weights are to be shared; with the handle, if there is one."""
-        if self._pages is not None:
-            self._pages.begin(handle)
+        if self._page_sharing is not None:
+            self._page_sharing.start_build(handle)
 
     def update_weights(self, weights: Arrays) -> None:
         """Refuse."""

@@ -31,7 +31,7 @@ class Settings(NamedTuple):
 
     threads: int
     device: str
-    sharing: bool = True
+    is_sharing: bool = True
     options: Mapping[str, Any] = types.MappingProxyType({})
 
     @property
@@ -64,22 +64,22 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     sharing: Sharing
     can_rebuild: ClassVar[bool] = True
-    spoils: ClassVar[bool] = True
+    may_corrupt: ClassVar[bool] = True
     """Whether a predict may leave the model so that a later answer is wrong in silence."""
-    grows: ClassVar[bool] = False
+    is_limited_by_first_shape: ClassVar[bool] = False
     """Whether a model's first predict decides which shapes it can compute: the engine builds a new model for a shape
     that the first one does not cover."""
-    grew: bool = False
+    was_rebuilt_larger: bool = False
     """Whether that has happened since `build`, or since somebody set it to False."""
-    by_shape: bool = False
+    should_rebuild_per_shape: bool = False
     """Whether the engine builds a new model at each change of shape, set where answers depend on the shapes before."""
 
     @property
-    def is_apart(self) -> bool:
+    def has_unshared_weights(self) -> bool:
         """Whether the engine has built a new model, whose weights are private until `share_again` is called."""
         return False
 
-    def share_again(self) -> None:
+    def reshare_weights(self) -> None:
         """Share the weights where `is_apart` is true. No other thread may do anything meanwhile."""
         raise NotImplementedError
 
@@ -118,10 +118,10 @@ class Engine(abc.ABC):
         """Return what the card says of its memory; None on the CPU, or where it cannot be had."""
 
     @abc.abstractmethod
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         """Give back what the library keeps for the next predict of the built model, as far as it can be told to."""
 
-    def discard(self) -> None:  # noqa: B027 - most engines have nothing to do
+    def discard_model(self) -> None:  # noqa: B027 - most engines have nothing to do
         """Free the built model where its memory is not given back otherwise: no predict follows."""
 
     @property
@@ -140,7 +140,7 @@ class Engine(abc.ABC):
         return 1
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether the built model may draw at random: a process that is copied from one with it would draw the same."""
         return False
 

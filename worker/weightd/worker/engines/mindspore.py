@@ -35,39 +35,39 @@ from weightd.worker.engines.errors import BuildError, EngineMissing, Spoilt
 from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
 
 # Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
-_MOST_SHAPES = 4096
+_MAX_SHAPES = 4096
 
 
 class MindSporeRank(RankEngine):
     """Runs a MindIR that MindSpore has exported. Only one in a process."""
 
     name = "mindspore"
-    has_broker = True
+    needs_broker = True
 
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__(meeting)
-        self._library = _import("MS_WORKER", meeting)
-        card = card_of(meeting.device)
-        if card is None and not is_cpu(meeting.device):
-            raise BuildError(f"device: expected cpu, cpu:N or ascend:N, got {meeting.device!r}")
+    def __init__(self, rendezvous: Meeting) -> None:
+        super().__init__(rendezvous)
+        self._library = _import_mindspore("MS_WORKER", rendezvous)
+        card = card_of(rendezvous.device)
+        if card is None and not is_cpu(rendezvous.device):
+            raise BuildError(f"device: expected cpu, cpu:N or ascend:N, got {rendezvous.device!r}")
         context: Dict[str, Any] = {"mode": self._library.GRAPH_MODE}
         if card is None:
-            context.update(device_target="CPU", runtime_num_threads=meeting.threads)
+            context.update(device_target="CPU", runtime_num_threads=rendezvous.threads)
         else:
             context.update(device_target="Ascend", device_id=card)
-        with _told("the context"):
+        with _as_build_error("the context"):
             self._library.set_context(**context)
 
     @classmethod
-    def load_broker(cls, meeting: Meeting) -> None:
+    def load_broker(cls, rendezvous: Meeting) -> None:
         """Import all that a rank has."""
-        _import("MS_SCHED", meeting)
+        _import_mindspore("MS_SCHED", rendezvous)
 
     @classmethod
-    def serve_broker(cls, meeting: Meeting) -> None:
+    def serve_broker(cls, rendezvous: Meeting) -> None:
         """Be the library's scheduler. It lives in `init`."""
-        library = _import("MS_SCHED", meeting)
-        with _told("the scheduler"):
+        library = _import_mindspore("MS_SCHED", rendezvous)
+        with _as_build_error("the scheduler"):
             library.set_context(mode=library.GRAPH_MODE, device_target="CPU")
             # In the end it raises SystemExit.
             with contextlib.suppress(SystemExit):
@@ -77,9 +77,9 @@ class MindSporeRank(RankEngine):
         """Return the library's version."""
         return {"mindspore": str(self._library.__version__)}
 
-    def enter(self) -> None:
+    def join_group(self) -> None:
         """Join the group."""
-        with _told("the group"):
+        with _as_build_error("the group"):
             self._library.communication.init()
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
@@ -87,13 +87,13 @@ class MindSporeRank(RankEngine):
         for name in options:
             raise BuildError(f"options.{name}: unknown; mindspore has none")
         self._path = path
-        self._signature = signature(path)
-        self._free = sum(((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs)
-        self._fitting: Set[Tuple[Tuple[int, ...], ...]] = set()
-        with _told(path):
+        self._signature = read_signature(path)
+        self._free_dim_count = sum(((-1, -1) if each.shape is None else each.shape).count(-1) for each in self._signature.inputs)
+        self._compatible_shapes: Set[Tuple[Tuple[int, ...], ...]] = set()
+        with _as_build_error(path):
             self._cell = self._library.nn.GraphCell(self._library.load(path))
-            if self._free:
-                self._cell.set_inputs(*(self._any(each) for each in self._signature.inputs))
+            if self._free_dim_count:
+                self._cell.set_inputs(*(self._dynamic_tensor(each) for each in self._signature.inputs))
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -101,16 +101,16 @@ class MindSporeRank(RankEngine):
         for each in self._signature.inputs:
             if inputs[each.name].size == 0:
                 raise Refused(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
-        given = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
-        if self._free > 1:
-            self._check_fitting(given)
+        tensors = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
+        if self._free_dim_count > 1:
+            self._check_compatible(tensors)
         try:
-            results = [each.asnumpy() for each in _flat(self._cell(*given))]
+            results = [each.asnumpy() for each in _flatten(self._cell(*tensors))]
         except Exception as error:
             raise Spoilt(f"mindspore: {_first_lines(error)}") from error
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Have the library leave the group, as it does where an interpreter ends; the scheduler ends with the last one.
 
         Otherwise that takes each for lost, once `exec_timeout` is over.
@@ -121,26 +121,26 @@ class MindSporeRank(RankEngine):
         """Return None: the library tells what it has taken of a card, not what the card has."""
         return None
 
-    def _check_fitting(self, given: Sequence[Any]) -> None:
+    def _check_compatible(self, tensors: Sequence[Any]) -> None:
         """Have the model compiled for these shapes, if that was not done; nothing of it is left."""
-        shapes = tuple(tuple(each.shape) for each in given)
-        if shapes in self._fitting:
+        shapes = tuple(tuple(each.shape) for each in tensors)
+        if shapes in self._compatible_shapes:
             return
         try:
-            self._library.nn.GraphCell(self._library.load(self._path)).compile(*given)
+            self._library.nn.GraphCell(self._library.load(self._path)).compile(*tensors)
         except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
             raise Refused(f"mindspore: {_first_lines(error)}") from None
-        if len(self._fitting) == _MOST_SHAPES:
-            self._fitting.clear()
-        self._fitting.add(shapes)
+        if len(self._compatible_shapes) == _MAX_SHAPES:
+            self._compatible_shapes.clear()
+        self._compatible_shapes.add(shapes)
 
-    def _any(self, each: TensorSignature) -> Any:
+    def _dynamic_tensor(self, each: TensorSignature) -> Any:
         datatype = getattr(self._library, _LIBRARY_DTYPE[each.datatype])
         shape = None if each.shape is None else [None if dim < 0 else dim for dim in each.shape]
         return self._library.Tensor(shape=shape, dtype=datatype)
 
 
-def signature(path: str) -> ModelSignature:
+def read_signature(path: str) -> ModelSignature:
     """Return what a MindIR takes and gives, as its file says.
 
     Raises:
@@ -155,10 +155,10 @@ def signature(path: str) -> ModelSignature:
         raise BuildError(f"{path}: {error.strerror}") from None
     if not found.is_mindspore_export:
         raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
-    return ModelSignature(tuple(_checked(path, "input", found.inputs)), tuple(_checked(path, "output", found.outputs)))
+    return ModelSignature(tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs)))
 
 
-def _checked(path: str, what: str, tensors: Sequence[mindir.Tensor]) -> List[TensorSignature]:
+def _to_signatures(path: str, what: str, tensors: Sequence[mindir.Tensor]) -> List[TensorSignature]:
     for problem in mindir.find_problems(what, tensors):
         raise BuildError(f"{path}: {problem}")
     return [TensorSignature(*each) for each in tensors]
@@ -173,18 +173,18 @@ _LIBRARY_DTYPE = {
 }
 
 
-def _import(role: str, meeting: Meeting) -> Any:
+def _import_mindspore(role: str, rendezvous: Meeting) -> Any:
     """Import the library as one of the group; it reads the environment where and when it likes."""
     os.environ.update(
         MS_ROLE=role,
-        MS_WORKER_NUM=str(meeting.size),
-        MS_SCHED_HOST=meeting.host,
-        MS_SCHED_PORT=str(meeting.port),
-        MS_NODE_TIMEOUT=str(meeting.exec_timeout),
-        MS_TOPO_TIMEOUT=str(meeting.connect_timeout),
+        MS_WORKER_NUM=str(rendezvous.rank_count),
+        MS_SCHED_HOST=rendezvous.host,
+        MS_SCHED_PORT=str(rendezvous.port),
+        MS_NODE_TIMEOUT=str(rendezvous.exec_timeout_s),
+        MS_TOPO_TIMEOUT=str(rendezvous.connect_timeout_s),
     )
     if role == "MS_WORKER":
-        os.environ["MS_NODE_ID"] = str(meeting.rank)
+        os.environ["MS_NODE_ID"] = str(rendezvous.rank)
     # What it says below an error is of no use to who serves: a dozen lines at each start.
     os.environ.setdefault("GLOG_v", "3")
     try:
@@ -195,12 +195,12 @@ def _import(role: str, meeting: Meeting) -> Any:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Generator[None, None, None]:
+def _as_build_error(subject: str) -> Generator[None, None, None]:
     """Raise what the library says within the block as a BuildError."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
-        raise BuildError(f"mindspore: {what}: {_first_lines(error)}") from None
+        raise BuildError(f"mindspore: {subject}: {_first_lines(error)}") from None
 
 
 def _first_lines(error: Exception) -> str:
@@ -208,9 +208,9 @@ def _first_lines(error: Exception) -> str:
     return str(error).partition("\n\n---")[0].strip()
 
 
-def _flat(results: Any) -> Iterator[Any]:
+def _flatten(results: Any) -> Iterator[Any]:
     if isinstance(results, (tuple, list)):
         for each in cast("Sequence[Any]", results):
-            yield from _flat(each)
+            yield from _flatten(each)
     else:
         yield results

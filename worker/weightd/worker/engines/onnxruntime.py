@@ -34,14 +34,14 @@ _DATATYPE: Dict[str, str] = {
 }
 
 # How an arena grows: by what is asked of it. By powers of two it never gives back its first piece.
-_AS_REQUESTED = 1
+_EXTEND_AS_REQUESTED = 1
 
 
 class OnnxRuntime(CpuEngine):
     """Runs an ONNX model. The library checks inputs itself and a refused input leaves the session intact."""
 
     name = "onnxruntime"
-    spoils = False  # a session keeps nothing from one run to the next
+    may_corrupt = False  # a session keeps nothing from one run to the next
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -71,28 +71,28 @@ class OnnxRuntime(CpuEngine):
         options.add_session_config_entry("session.use_env_allocators", "1")
         # One piece for all that a predict needs is no faster, and more; and a plan of it stays for each form of inputs.
         options.enable_mem_pattern = False
-        self._begin(handle)
+        self._start_build(handle)
         try:
             _make_arena()
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
             raise BuildError(f"onnxruntime: {error}") from None
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
-        doubtful = not all(each.shape for each in (*inputs, *outputs))
-        scalars: AbstractSet[str] = onnxfile.scalars(Path(model)) if doubtful else set()
+        has_ambiguous_ranks = not all(each.shape for each in (*inputs, *outputs))
+        scalar_names: AbstractSet[str] = onnxfile.scalar_names(Path(model)) if has_ambiguous_ranks else set()
         self._file = Path(model)
         self._signature = ModelSignature(
-            tuple(_tensor_signature(each, scalars) for each in inputs),
-            tuple(_tensor_signature(each, scalars) for each in outputs),
+            tuple(_tensor_signature(each, scalar_names) for each in inputs),
+            tuple(_tensor_signature(each, scalar_names) for each in outputs),
         )
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         """Shrink the arena. Only a run does that: this one is told to end before its first operator."""
         run = self._library.RunOptions()
         run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         run.terminate = True
-        inputs = {each.name: np.zeros(_least(each), NUMPY_DTYPE[each.datatype]) for each in self._signature.inputs}
+        inputs = {each.name: np.zeros(_min_shape(each), NUMPY_DTYPE[each.datatype]) for each in self._signature.inputs}
         # It says that it was ended; and no request has asked for it, whatever it says.
         with contextlib.suppress(Exception):
             self._session.run(self._output_names, inputs, run)
@@ -103,9 +103,9 @@ class OnnxRuntime(CpuEngine):
         return self._signature
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """What the file says: a session has a generator, which knows no fork."""
-        return onnxfile.draws(self._file)
+        return onnxfile.is_stochastic(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the session; its outputs are fresh arrays."""
@@ -127,20 +127,20 @@ def _make_arena() -> None:
     import onnxruntime as library  # noqa: PLC0415 - only an interpreter that runs this engine has it
 
     cpu = library.OrtMemoryInfo("Cpu", library.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, library.OrtMemType.DEFAULT)
-    library.create_and_register_allocator(cpu, library.OrtArenaCfg({"arena_extend_strategy": _AS_REQUESTED}))
+    library.create_and_register_allocator(cpu, library.OrtArenaCfg({"arena_extend_strategy": _EXTEND_AS_REQUESTED}))
 
 
-def _tensor_signature(node: Any, scalars: AbstractSet[str]) -> TensorSignature:
+def _tensor_signature(node: Any, scalar_names: AbstractSet[str]) -> TensorSignature:
     datatype = _DATATYPE.get(node.type)
     if datatype is None:
         raise BuildError(
             f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}"
         )
-    known = node.shape or node.name in scalars
-    return TensorSignature(node.name, datatype, _dims(node.shape) if known else None)
+    has_known_rank = node.shape or node.name in scalar_names
+    return TensorSignature(node.name, datatype, _dims(node.shape) if has_known_rank else None)
 
 
-def _least(signature: TensorSignature) -> Tuple[int, ...]:
+def _min_shape(signature: TensorSignature) -> Tuple[int, ...]:
     """A shape that the session takes; of an unknown rank it takes any."""
     return tuple(abs(dim) for dim in signature.shape or ())
 

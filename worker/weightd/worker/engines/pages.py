@@ -13,8 +13,8 @@ from weightd.worker.engines.sharing import Shared, Sharing
 
 _log = logging.getLogger("weightd.worker")
 
-_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
-_SMALL = f"weights are not shared: the model has no memory of {pagesharing.LEAST >> 10} KiB or more in one piece"
+_STORE_IN_MEMORY = "the page store is on a memory file system: its cold pages stay in memory"
+_NO_LARGE_BLOCKS = f"weights are not shared: the model has no memory of {pagesharing.MIN_BLOCK_BYTES >> 10} KiB or more in one piece"
 
 
 class PageSharing(Sharing):
@@ -23,20 +23,20 @@ class PageSharing(Sharing):
     traits = Traits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
     def __init__(self) -> None:
-        self._before: Optional[pagesharing.Starts] = None
+        self._starts_before: Optional[pagesharing.MappingStarts] = None
         # The page store that the built model shares, "" while it shares none.
         self._store = ""
-        self._block_bytes: Optional[int] = None
+        self._mmap_threshold_bytes: Optional[int] = None
 
-    def begin(self, handle: str) -> None:
+    def start_build(self, handle: str) -> None:
         """Remember what there is before a build: what comes with it is shared.
 
         All of what is behind the handle will be looked at, and what no process uses has left memory.
         """
-        self._block_bytes = pagesharing.block_bytes()
-        self._before = pagesharing.begin()
+        self._mmap_threshold_bytes = pagesharing.mmap_threshold_bytes()
+        self._starts_before = pagesharing.start_build()
         if handle:
-            pagesharing.fetch(handle)
+            pagesharing.prefetch(handle)
 
     def current_pid(self) -> str:
         """Return this process's pid: no engine library has another number for it on the CPU."""
@@ -45,14 +45,14 @@ class PageSharing(Sharing):
     def export(self, store: str) -> Shared:
         """Write the pages of the built model to `store`; any process of this user can attach."""
         try:
-            sharing = pagesharing.hold(store, self._before)
+            sharing = pagesharing.export_pages(store, self._starts_before)
         except pagesharing.Unavailable as error:
-            return Shared("", 0, f"weights are not shared: {error}", is_loss=True)
+            return Shared("", 0, f"weights are not shared: {error}", has_sharing_failed=True)
         if not sharing.shared_bytes:
             Path(store).unlink()
-            return Shared("", 0, _SMALL)
+            return Shared("", 0, _NO_LARGE_BLOCKS)
         self._store = store
-        in_memory = "" if pagesharing.on_disk(store) else _IN_MEMORY
+        in_memory = "" if pagesharing.is_on_disk(store) else _STORE_IN_MEMORY
         return Shared(store, sharing.shared_bytes, in_memory)
 
     def allow(self, pids: Sequence[str]) -> None:
@@ -63,7 +63,7 @@ class PageSharing(Sharing):
         try:
             if not handle:
                 return Shared("", 0, "")  # the holder has said why
-            sharing = pagesharing.join(handle, self._before)
+            sharing = pagesharing.attach_pages(handle, self._starts_before)
         except pagesharing.Unavailable as error:
             return Shared("", 0, f"weights are not shared: {error}")
         finally:
@@ -71,7 +71,7 @@ class PageSharing(Sharing):
         self._store = handle
         return Shared(handle, sharing.shared_bytes, "")
 
-    def attach_again(self) -> None:
+    def reattach(self) -> None:
         """Share the pages of a model that was built again, after its first predict; a failure is only logged."""
         if self._store:
             note = self.attach(self._store).note
@@ -81,9 +81,9 @@ class PageSharing(Sharing):
 
     def end_build(self) -> None:
         """Have blocks of the sizes that get mappings of their own for a build only come from the heap again."""
-        pagesharing.restore(self._block_bytes)
+        pagesharing.restore_mmap_threshold(self._mmap_threshold_bytes)
 
-    def settle(self, handle: str) -> None:
+    def trim_store(self, handle: str) -> None:
         """Let the store's pages that no process uses leave memory."""
         try:
             pagesharing.evict(handle)

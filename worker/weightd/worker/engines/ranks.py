@@ -38,15 +38,15 @@ class Meeting(NamedTuple):
     """
 
     rank: int
-    size: int
+    rank_count: int
     device: str
     threads: int = 1
     host: str = ""
     port: int = 0
-    table: str = ""
+    rank_table: str = ""
     group_info: str = ""
-    connect_timeout: int = 120
-    exec_timeout: int = 68
+    connect_timeout_s: int = 120
+    exec_timeout_s: int = 68
     buffer_mib: int = 0
 
 
@@ -59,37 +59,37 @@ class RankEngine(abc.ABC):
     """
 
     name: ClassVar[str]
-    has_broker: ClassVar[bool] = False
+    needs_broker: ClassVar[bool] = False
     """Whether a group needs a process beside the ranks, that runs `serve_broker`."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, rendezvous: Meeting) -> None:
+        self._rendezvous = rendezvous
 
     @classmethod
-    def load_broker(cls, meeting: Meeting) -> None:
+    def load_broker(cls, rendezvous: Meeting) -> None:
         """Load what a broker needs, which may take seconds: meanwhile the ranks load what they need.
 
         Raises:
             EngineMissing: as the class.
         """
-        del meeting
+        del rendezvous
 
     @classmethod
-    def serve_broker(cls, meeting: Meeting) -> None:
+    def serve_broker(cls, rendezvous: Meeting) -> None:
         """Be the process by which the ranks find each other; returns when all of them have left.
 
         Raises:
             EngineMissing: as the class.
             BuildError: they have not come, or one of them was lost.
         """
-        raise NotImplementedError(f"{cls.name} has no broker: {meeting}")
+        raise NotImplementedError(f"{cls.name} has no broker: {rendezvous}")
 
     @abc.abstractmethod
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the libraries that compute, by name."""
 
     @abc.abstractmethod
-    def enter(self) -> None:
+    def join_group(self) -> None:
         """Join the group; where the engine has a broker, this returns when all have.
 
         Raises:
@@ -120,7 +120,7 @@ class RankEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Tell the broker, if there is one, that this rank ends well: before its process does, and after all else."""
 
     @abc.abstractmethod

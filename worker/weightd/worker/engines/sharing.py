@@ -23,9 +23,9 @@ class Shared(NamedTuple):
     """
 
     handle: str
-    bytes: int
+    shared_bytes: int
     note: str
-    is_loss: bool = False
+    has_sharing_failed: bool = False
 
 
 class Sharing(abc.ABC):
@@ -61,7 +61,7 @@ class Sharing(abc.ABC):
         """Use the weights behind the handle that the model was built with, if that can be done."""
 
     @abc.abstractmethod
-    def settle(self, handle: str) -> None:
+    def trim_store(self, handle: str) -> None:
         """Give back what was only needed while processes attached; a failure is only logged."""
 
 
@@ -85,7 +85,7 @@ class NotShared(Sharing):
         """Attach to nothing."""
         return SHARING_IS_OFF
 
-    def settle(self, handle: str) -> None:
+    def trim_store(self, handle: str) -> None:
         """Do nothing."""
 
 

@@ -26,12 +26,12 @@ _FLAGS = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SI
 
 _TASKS = "/proc/self/task"
 
-_python = ctypes.pythonapi
-for _function in (_python.PyOS_BeforeFork, _python.PyOS_AfterFork_Parent, _python.PyOS_AfterFork_Child):
+_pythonapi = ctypes.pythonapi
+for _function in (_pythonapi.PyOS_BeforeFork, _pythonapi.PyOS_AfterFork_Parent, _pythonapi.PyOS_AfterFork_Child):
     _function.restype = None
 
 
-def refusal(tasks: str = _TASKS) -> str:
+def cannot_fork_reason(tasks: str = _TASKS) -> str:
     """Return why this process cannot be forked now, "" if it can: of several threads one only would live on.
 
     Args:
@@ -42,10 +42,10 @@ def refusal(tasks: str = _TASKS) -> str:
     if not _tid_address():
         return "cannot fork: the kernel does not tell where the C library has the number of its thread"
     # Of path objects, and all that they touch, each process that is forked would have a copy.
-    others = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
-    if not others:
+    other_threads = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
+    if not other_threads:
         return ""
-    names = sorted(_comm(Path(tasks, each)) for each in others)
+    names = sorted(_thread_name(Path(tasks, each)) for each in other_threads)
     return f"cannot fork: expected one thread, got {len(names)} more: {', '.join(names)}"
 
 
@@ -61,13 +61,13 @@ def clone() -> int:
     arguments = (_SYS_CLONE[platform.machine()], _FLAGS, 0, 0, address, address)
     # The two machines do not have the last two in the same order; of the other one nothing is read.
     words = [ctypes.c_long(each) for each in arguments]
-    _python.PyOS_BeforeFork()
+    _pythonapi.PyOS_BeforeFork()
     pid = int(libc.syscall(*words))
     if pid == 0:
-        _python.PyOS_AfterFork_Child()
+        _pythonapi.PyOS_AfterFork_Child()
         return 0
     error = ctypes.get_errno()
-    _python.PyOS_AfterFork_Parent()
+    _pythonapi.PyOS_AfterFork_Parent()
     if pid < 0:
         raise OSError(error, os.strerror(error))
     return pid
@@ -80,7 +80,7 @@ def _tid_address() -> int:
     return 0 if failed else address.value or 0
 
 
-def _comm(task: Path) -> str:
+def _thread_name(task: Path) -> str:
     try:
         return (task / "comm").read_text("utf-8", "replace").strip()
     except OSError:

@@ -15,8 +15,8 @@ from weightd.protocol.messages.children import Fork, Forked
 from weightd.worker import exits, libraries
 from weightd.worker.engines.engine import Engine
 from weightd.worker.forking.beginning import Beginning
-from weightd.worker.forking.clone import clone, refusal
-from weightd.worker.pagesharing.libc import libc, unsupported
+from weightd.worker.forking.clone import clone, cannot_fork_reason
+from weightd.worker.pagesharing.libc import libc, unsupported_reason
 
 
 class Made(NamedTuple):
@@ -30,17 +30,17 @@ class Made(NamedTuple):
 
     engine: Engine
     sha256: str
-    bytes: int
+    shared_bytes: int
 
 
-Ready = Callable[[Sequence[str], Optional[Made]], Callable[[], int]]
+MakeChildMain = Callable[[Sequence[str], Optional[Made]], Callable[[], int]]
 """Returns what lives the life of a child with these arguments, and with what is made already, up to its exit status.
 
 What can be found out before the fork a process has in common with those that are forked later. Raises SystemExit where
 the arguments are wrong.
 """
 
-Tell = Callable[[Forked], bool]
+ReportForked = Callable[[Forked], bool]
 """Tells the daemon; returns whether it can have heard."""
 
 
@@ -52,15 +52,15 @@ class Forker:
         ready: what the new ones do.
     """
 
-    def __init__(self, beginning: Beginning, ready: Ready) -> None:
-        self._beginning = beginning
-        self._ready = ready
+    def __init__(self, process_state: Beginning, make_child_main: MakeChildMain) -> None:
+        self._process_state = process_state
+        self._make_child_main = make_child_main
 
-    def refusal(self) -> str:
+    def cannot_fork_reason(self) -> str:
         """Return why this process cannot be forked now, "" if it can."""
-        return refusal()
+        return cannot_fork_reason()
 
-    def settle(self) -> None:
+    def freeze_memory(self) -> None:
         """Make what is in memory fit to be shared: to be called when all is there that others are to have.
 
         A collection of garbage writes to each object that it looks at, and free memory would be shared until used.
@@ -68,54 +68,54 @@ class Forker:
         Raises:
             OSError: as `Beginning.restore`.
         """
-        self._beginning.restore()
+        self._process_state.restore()
         gc.collect()
-        if not unsupported():
-            libc().give_back_free_memory()
-        libraries.let_go()
+        if not unsupported_reason():
+            libc().trim_heap()
+        libraries.drop_unchanged_pages()
         gc.freeze()
 
-    def fork(self, order: Fork, tell: Tell, made: Optional[Made] = None) -> None:
+    def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[Made] = None) -> None:
         """Make the process, and tell of it, or why there is none. In that process this does not return."""
-        reason = self.refusal()
+        reason = self.cannot_fork_reason()
         if not reason:
             try:
-                self._fork(order, tell, self._ready(order.arguments, made))
+                self._fork(order, report, self._make_child_main(order.arguments, inherited_model))
             except OSError as error:
                 reason = f"cannot fork: {error.strerror}"
             except SystemExit:
                 reason = f"cannot fork: wrong arguments: {' '.join(order.arguments)}"
         if reason:
-            tell(Forked(order.name, 0, clip(reason)))
+            report(Forked(order.name, 0, clip(reason)))
 
-    def _fork(self, order: Fork, tell: Tell, live: Callable[[], int]) -> None:
-        reading, writing = os.pipe()
+    def _fork(self, order: Fork, report: ReportForked, child_main: Callable[[], int]) -> None:
+        read_fd, write_fd = os.pipe()
         try:
-            _write_out()
+            _flush_output()
             pid = clone()
             if not pid:
-                self._live(order, live, reading, writing)
+                self._run_child(order, child_main, read_fd, write_fd)
             # It waits for a byte. Without it, because this process ends or nobody hears of it, it leaves.
-            if tell(Forked(order.name, pid)):
+            if report(Forked(order.name, pid)):
                 with contextlib.suppress(BrokenPipeError):
-                    os.write(writing, b"\0")
+                    os.write(write_fd, b"\0")
         finally:
-            os.close(reading)
-            os.close(writing)
+            os.close(read_fd)
+            os.close(write_fd)
 
-    def _live(self, order: Fork, live: Callable[[], int], reading: int, writing: int) -> NoReturn:
-        def life() -> int:
-            os.close(writing)
-            if not os.read(reading, 1):
+    def _run_child(self, order: Fork, child_main: Callable[[], int], read_fd: int, write_fd: int) -> NoReturn:
+        def delayed_main() -> int:
+            os.close(write_fd)
+            if not os.read(read_fd, 1):
                 # Its end is not its own doing: where the daemon was told of it, another one is made.
                 os.kill(os.getpid(), signal.SIGKILL)
-            self._beginning.again(order.log)
-            return live()
+            self._process_state.initialize_child(order.log)
+            return child_main()
 
-        exits.end(life)
+        exits.run_and_exit(delayed_main)
 
 
-def _write_out() -> None:
+def _flush_output() -> None:
     """What is buffered would be written by each process that has the buffer."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -52,24 +52,24 @@ differently.
     prepare(); before = begin(); build the model; join(path, before)    # each worker, and when it has: evict(path)
 """
 
-from .chunks import LEAST, Starts
+from .chunks import MIN_BLOCK_BYTES, MappingStarts
 from .errors import Unavailable
-from .sharing import Sharing, begin, block_bytes, hold, join, prepare, restore
-from .store import evict, fetch, on_disk, resident_bytes
+from .sharing import Sharing, start_build, mmap_threshold_bytes, export_pages, attach_pages, prepare, restore_mmap_threshold
+from .store import evict, prefetch, is_on_disk, resident_bytes
 
 __all__ = [
-    "LEAST",
+    "MIN_BLOCK_BYTES",
     "Sharing",
-    "Starts",
+    "MappingStarts",
     "Unavailable",
-    "begin",
-    "block_bytes",
+    "start_build",
+    "mmap_threshold_bytes",
     "evict",
-    "fetch",
-    "hold",
-    "join",
-    "on_disk",
+    "prefetch",
+    "export_pages",
+    "attach_pages",
+    "is_on_disk",
     "prepare",
     "resident_bytes",
-    "restore",
+    "restore_mmap_threshold",
 ]

@@ -37,27 +37,27 @@ from .memory import Peephole, view
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-POOL = 256 << 20
+POOL_BYTES = 256 << 20
 """MindSpore Lite's runner takes memory from the kernel itself, by libnuma, in pieces of so many bytes, and packs
 weights into them. Such a piece that came with the model, and is just that, is the library's: malloc takes none so, no
 stack is as large, and what lies beside other memory is not told from it and left alone."""
 
-LARGE = 1 << 20
+LARGE_BLOCK_BYTES = 1 << 20
 """Blocks from this many bytes on are looked at in any case: the interpreter has none."""
 
-LEAST = 128 << 10
+MIN_BLOCK_BYTES = 128 << 10
 """Blocks below this many bytes are left alone: what they would save, their first pages and mappings cost."""
 
-_HAS_OWN_MAPPING = 2
+_IS_MMAPPED = 2
 _HEADER = struct.Struct("<QQ")
 # The size from which blocks get a mapping adapts to what is freed, up to 32 MiB: this is beyond.
 _PROBE_BYTES = (32 << 20) + 1
-_WINDOW = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which malloc takes from its heap
+_SCAN_WINDOW_BYTES = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which malloc takes from its heap
 
 Extent = Tuple[int, int]
 """Start and end of a piece of memory, at page boundaries."""
 
-Starts = FrozenSet[int]
+MappingStarts = FrozenSet[int]
 """Where the mappings are that malloc had made before a model was built."""
 
 
@@ -73,11 +73,11 @@ class Reader(NamedTuple):
 
     populated: Callable[[int, int], NDArray[np.bool_]]
     """(start, end) -> for each page, whether it exists."""
-    head: Callable[[int, int], Optional[bytes]]
+    read_header: Callable[[int, int], Optional[bytes]]
     """(address, length) -> the bytes there, if there are any."""
 
 
-def find(libc: Libc, before: Optional[Starts] = None) -> List[Extent]:
+def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> List[Extent]:
     """Return the anonymous memory in the large malloc blocks of this process, less their first pages.
 
     Given the blocks that were there `before` the model, blocks from ``LEAST`` on that are not among them count, too.
@@ -90,35 +90,35 @@ def find(libc: Libc, before: Optional[Starts] = None) -> List[Extent]:
     """
     check_malloc(libc)
     pagemap = Pagemap()
-    peephole = Peephole()
+    memory_reader = Peephole()
     try:
-        spans = list(maps.spans(maps.own_regions()))
-        found = list(_all(spans, Reader(pagemap.populated, peephole.read)))
-        agree(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
+        spans = list(maps.contiguous_spans(maps.read_own_regions()))
+        found = list(_find_all_chunks(spans, Reader(pagemap.populated, memory_reader.read)))
+        check_counts(len(found), sum(chunk.size for _, chunk in found), libc.mapped_blocks())
         extents = [
             extent
             for span, chunk in found
-            if chunk.size >= LARGE or (before is not None and chunk.size >= LEAST and chunk.start not in before)
+            if chunk.size >= LARGE_BLOCK_BYTES or (starts_before is not None and chunk.size >= MIN_BLOCK_BYTES and chunk.start not in starts_before)
             for extent in anonymous_parts(span, chunk.start + PAGE, chunk.start + chunk.size)
         ]
-        if before is not None:
-            extents += [each for each in pools(spans, [chunk for _, chunk in found]) if each[0] not in before]
+        if starts_before is not None:
+            extents += [each for each in find_pools(spans, [chunk for _, chunk in found]) if each[0] not in starts_before]
         return sorted(extents)
     finally:
-        peephole.close()
+        memory_reader.close()
         pagemap.close()
 
 
-def starts() -> Starts:
+def mapping_starts() -> MappingStarts:
     """Return where malloc's mappings are now, and perhaps what only looks like one; and pools."""
     pagemap = Pagemap()
-    peephole = Peephole()
+    memory_reader = Peephole()
     try:
-        spans = list(maps.spans(maps.own_regions()))
-        found = [chunk for _, chunk in _all(spans, Reader(pagemap.populated, peephole.read))]
-        return frozenset([*(chunk.start for chunk in found), *(start for start, _ in pools(spans, found))])
+        spans = list(maps.contiguous_spans(maps.read_own_regions()))
+        found = [chunk for _, chunk in _find_all_chunks(spans, Reader(pagemap.populated, memory_reader.read))]
+        return frozenset([*(chunk.start for chunk in found), *(start for start, _ in find_pools(spans, found))])
     finally:
-        peephole.close()
+        memory_reader.close()
         pagemap.close()
 
 
@@ -128,59 +128,59 @@ def check_malloc(libc: Libc) -> None:
     block = libc.malloc(_PROBE_BYTES)
     try:
         after = libc.mapped_blocks()
-        grown = (after.total - before.total) % after.modulus
+        grown = (after.total_bytes - before.total_bytes) % after.modulus
         expected = -(-(_PROBE_BYTES + _HEADER.size) // PAGE) * PAGE
         start = block - _HEADER.size
-        fits = after.number == before.number + 1 and grown == expected and start % PAGE == 0
+        fits = after.block_count == before.block_count + 1 and grown == expected and start % PAGE == 0
         if not fits or mapping_size(bytes(view(start, _HEADER.size))) != expected:
             raise Unavailable("malloc does not map large blocks as glibc's does by default: another malloc, or tuned?")
     finally:
         libc.free(block)
 
 
-def _all(spans: Sequence[Sequence[Region]], reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
+def _find_all_chunks(spans: Sequence[Sequence[Region]], reader: Reader) -> Iterator[Tuple[Sequence[Region], Chunk]]:
     for span in spans:
-        for chunk in walk(span, reader):
+        for chunk in find_chunks(span, reader):
             yield span, chunk
 
 
-def agree(count: int, total: int, counted: MappedBlocks) -> None:
+def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
     """Raise Unavailable unless what was found is just what malloc says that it has."""
-    if count != counted.number or total % counted.modulus != counted.total:
+    if count != malloc_count.block_count or total % malloc_count.modulus != malloc_count.total_bytes:
         raise Unavailable(
-            f"found {count} malloc mappings of {total % counted.modulus} bytes, "
-            f"malloc counts {counted.number} of {counted.total}"
+            f"found {count} malloc mappings of {total % malloc_count.modulus} bytes, "
+            f"malloc counts {malloc_count.block_count} of {malloc_count.total_bytes}"
         )
 
 
-def walk(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
+def find_chunks(span: Sequence[Region], reader: Reader) -> Iterator[Chunk]:
     """Find the malloc mappings in regions that follow each other without a gap, in order, without overlap."""
     position = span[0].start
     end = span[-1].end
     for region in span:
-        if not region.anonymous:
+        if not region.is_anonymous:
             continue
         position = max(position, region.start)
         while position < region.end:
-            stop = min(position + _WINDOW, region.end)
+            stop = min(position + _SCAN_WINDOW_BYTES, region.end)
             begin = position
             for page in np.flatnonzero(reader.populated(begin, stop)).tolist():
                 address = begin + page * PAGE
-                size = 0 if address < position else mapping_size(reader.head(address, _HEADER.size))
+                size = 0 if address < position else mapping_size(reader.read_header(address, _HEADER.size))
                 if size and address + size <= end:
                     yield Chunk(address, size)
                     position = address + size
             position = max(position, stop)
 
 
-def pools(spans: Iterable[Sequence[Region]], found: Iterable[Chunk]) -> Iterator[Extent]:
+def find_pools(spans: Iterable[Sequence[Region]], found: Iterable[Chunk]) -> Iterator[Extent]:
     """Find the regions that are one or more pools; in none of them is a malloc mapping, or part of one."""
-    taken = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
+    chunk_ranges = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
     for span in spans:
         for region in span:
-            if region.anonymous and (region.end - region.start) % POOL == 0:
-                after = bisect.bisect_left(taken, (region.end, 0))
-                if not after or taken[after - 1][1] <= region.start:
+            if region.is_anonymous and (region.end - region.start) % POOL_BYTES == 0:
+                after = bisect.bisect_left(chunk_ranges, (region.end, 0))
+                if not after or chunk_ranges[after - 1][1] <= region.start:
                     yield region.start, region.end
 
 
@@ -190,9 +190,9 @@ def mapping_size(header: Optional[bytes]) -> int:
         return 0
     before, size = _HEADER.unpack(header)
     # one comparison says both: the flags are just right, and the size is whole pages
-    if before != 0 or size % PAGE != _HAS_OWN_MAPPING:
+    if before != 0 or size % PAGE != _IS_MMAPPED:
         return 0
-    return int(size) - _HAS_OWN_MAPPING
+    return int(size) - _IS_MMAPPED
 
 
 def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Extent]:
@@ -202,5 +202,5 @@ def anonymous_parts(span: Sequence[Region], start: int, end: int) -> Iterator[Ex
         if region.start >= end:
             return
         low, high = max(start, region.start), min(end, region.end)
-        if region.anonymous and low < high:
+        if region.is_anonymous and low < high:
             yield low, high

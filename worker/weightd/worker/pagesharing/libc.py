@@ -59,8 +59,8 @@ _int = ctypes.c_int
 class MappedBlocks(NamedTuple):
     """The mappings that malloc has made for single blocks, by its own count."""
 
-    number: int
-    total: int
+    block_count: int
+    total_bytes: int
     """Their bytes."""
     modulus: int
     """``total`` is known modulo this: the older call counts in 32 bits."""
@@ -83,7 +83,7 @@ class Libc:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the signatures of what is used of ``library``."""
-        self.block_bytes: Optional[int] = None
+        self.mmap_threshold_bytes: Optional[int] = None
         """The size from which malloc gives blocks mappings of their own; None: malloc decides."""
         self._mmap = library.mmap
         self._mmap.argtypes = (_address, _size, _int, _int, _int, ctypes.c_long)
@@ -111,10 +111,10 @@ class Libc:
         self._trim.argtypes = (_size,)
         self._mallopt = library.mallopt
         self._mallopt.argtypes = (_int, _int)
-        self._wide = hasattr(library, "mallinfo2")
-        self._mallinfo = library.mallinfo2 if self._wide else library.mallinfo
+        self._has_64_bit_counts = hasattr(library, "mallinfo2")
+        self._mallinfo = library.mallinfo2 if self._has_64_bit_counts else library.mallinfo
         self._mallinfo.argtypes = ()
-        self._mallinfo.restype = _MallInfo2 if self._wide else _MallInfo
+        self._mallinfo.restype = _MallInfo2 if self._has_64_bit_counts else _MallInfo
 
     def map_file(self, fd: int, length: int) -> int:
         """Map the first bytes of a file, to be read. Return the address."""
@@ -150,11 +150,11 @@ class Libc:
         """Unmap a whole mapping that this package has made."""
         self._checked(self._munmap(address, length))
 
-    def drop(self, address: int, length: int) -> None:
+    def drop_private_pages(self, address: int, length: int) -> None:
         """Give private anonymous pages back; they read as zeros from now on."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
-    def let_go(self, address: int, length: int) -> None:
+    def drop_file_pages(self, address: int, length: int) -> None:
         """Have no page of a mapping of a file; those that are used come again from the file as it is."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
@@ -164,7 +164,7 @@ class Libc:
         self._checked(self._mincore(address, length, flags.ctypes.data))
         return int(np.count_nonzero(flags & 1))
 
-    def equal(self, one: int, other: int, length: int) -> bool:
+    def is_equal(self, one: int, other: int, length: int) -> bool:
         """Compare two pieces of memory byte for byte."""
         return bool(self._memcmp(one, other, length) == 0)
 
@@ -172,7 +172,7 @@ class Libc:
         """Copy memory; the two pieces do not overlap."""
         self._memcpy(target, source, length)
 
-    def in_memory_file_system(self, path: str) -> bool:
+    def is_memory_file_system(self, path: str) -> bool:
         """Whether the file system of an existing path keeps its files in memory."""
         buffer = ctypes.create_string_buffer(_STATFS_BYTES)
         self._checked(self._statfs(os.fsencode(path), ctypes.addressof(buffer)))
@@ -189,23 +189,23 @@ class Libc:
         """Free what ``malloc`` returned."""
         self._free(address)
 
-    def give_back_free_memory(self) -> None:
+    def trim_heap(self) -> None:
         """Have malloc give back to the kernel what it keeps of freed memory."""
         self._trim(0)
 
-    def give_own_mappings_from(self, length: int) -> None:
+    def set_mmap_threshold(self, length: int) -> None:
         """Have malloc give each block of at least ``length`` bytes a mapping of its own, from now on."""
         self._mallopt(_M_MMAP_THRESHOLD, length)
-        self.block_bytes = length
+        self.mmap_threshold_bytes = length
 
-    def keep_free_memory(self, length: int) -> None:
+    def set_trim_threshold(self, length: int) -> None:
         """Have malloc keep up to ``length`` bytes that are free at the end of its heap, from now on."""
         self._mallopt(_M_TRIM_THRESHOLD, length)
 
     def mapped_blocks(self) -> MappedBlocks:
         """Ask glibc's malloc how many blocks with a mapping of their own it has."""
         info = self._mallinfo()
-        return MappedBlocks(int(info.hblks), int(info.hblkhd), 2**64 if self._wide else 2**32)
+        return MappedBlocks(int(info.hblks), int(info.hblkhd), 2**64 if self._has_64_bit_counts else 2**32)
 
     def _checked_mmap(self, *arguments: object) -> int:
         address = self._mmap(*arguments)
@@ -224,7 +224,7 @@ def _error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def unsupported() -> str:
+def unsupported_reason() -> str:
     """Why page sharing cannot work on this platform, or an empty string."""
     if sys.platform != "linux":
         return f"page sharing needs Linux, this is {sys.platform}"
@@ -243,7 +243,7 @@ def unsupported() -> str:
 
 def libc() -> Libc:
     """Return the C library, or raise Unavailable where page sharing is not supported."""
-    reason = unsupported()
+    reason = unsupported_reason()
     if reason:
         raise Unavailable(reason)
     return _load()

@@ -32,11 +32,11 @@ class Region(NamedTuple):
 
     start: int
     end: int
-    anonymous: bool
+    is_anonymous: bool
     """Whether it is plain memory, of no file, and not the heap or a stack."""
 
 
-def parse(line: bytes) -> Optional[Region]:
+def parse_region(line: bytes) -> Optional[Region]:
     """Read one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
 
     The line is ``start-end permissions offset device inode [path]``.
@@ -50,11 +50,11 @@ def parse(line: bytes) -> Optional[Region]:
     return Region(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
 
 
-def regions(lines: Iterable[bytes]) -> List[Region]:
+def parse_regions(lines: Iterable[bytes]) -> List[Region]:
     """Read /proc/self/maps, or lines like it; only what ``parse`` takes."""
     found: List[Region] = []
     for line in lines:
-        region = parse(line)
+        region = parse_region(line)
         if region is not None:
             found.append(region)
         if len(found) > MAX_REGIONS:
@@ -62,10 +62,10 @@ def regions(lines: Iterable[bytes]) -> List[Region]:
     return found
 
 
-def own_regions() -> List[Region]:
+def read_own_regions() -> List[Region]:
     """Return the regions of this process."""
     with _MAPS.open("rb") as lines:
-        return regions(lines)
+        return parse_regions(lines)
 
 
 def count_mappings() -> int:
@@ -79,7 +79,7 @@ def mapping_limit() -> int:
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
-def spans(found: Iterable[Region]) -> Iterator[List[Region]]:
+def contiguous_spans(found: Iterable[Region]) -> Iterator[List[Region]]:
     """Group regions that follow each other without a gap: what one malloc block may lie in."""
     span: List[Region] = []
     for region in found:

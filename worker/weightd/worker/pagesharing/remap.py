@@ -17,7 +17,7 @@ import sys
 from . import maps
 from .libc import PAGE, Libc
 
-BLOCK = 16 << 20
+BLOCK_BYTES = 16 << 20
 """Bytes compared and exchanged in one go: few enough to keep that moment short, and enough to cost nothing."""
 
 _MAPPINGS_PER_EXCHANGE = 2  # a mapping is cut in three where its middle is replaced
@@ -36,21 +36,21 @@ class Remapper:
         """Take the file, and where it is mapped."""
         self._libc = c
         self._fd = fd
-        self._mapped_at = mapped_at
+        self._mapping_address = mapped_at
         self._exchanges_left = affordable_exchanges()
-        self._end = (0, 0)
+        self._last_end = (0, 0)
 
     def share(self, address: int, offset: int, length: int) -> int:
         """Exchange the pages that are equal to those at ``offset`` of the file; return their bytes."""
         return sum(
-            self._share_equal(address + done, offset + done, min(BLOCK, length - done))
-            for done in range(0, length, BLOCK)
+            self._share_equal(address + done, offset + done, min(BLOCK_BYTES, length - done))
+            for done in range(0, length, BLOCK_BYTES)
         )
 
     def _share_equal(self, address: int, offset: int, length: int) -> int:
-        if not self._affordable(address, offset):
+        if not self._can_exchange(address, offset):
             return 0
-        if self._libc.equal(address, self._mapped_at + offset, length):
+        if self._libc.is_equal(address, self._mapping_address + offset, length):
             self._exchange(address, offset, length)
             return length
         if length <= PAGE:
@@ -59,25 +59,25 @@ class Remapper:
         first = self._share_equal(address, offset, half)
         return first + self._share_equal(address + half, offset + half, length - half)
 
-    def _affordable(self, address: int, offset: int) -> bool:
-        return self._exchanges_left > 0 or self._end == (address, offset)
+    def _can_exchange(self, address: int, offset: int) -> bool:
+        return self._exchanges_left > 0 or self._last_end == (address, offset)
 
     def _exchange(self, address: int, offset: int, length: int) -> None:
-        if self._end != (address, offset):  # otherwise the kernel makes one mapping of this and the one before
+        if self._last_end != (address, offset):  # otherwise the kernel makes one mapping of this and the one before
             self._exchanges_left -= 1
-        self._end = (address + length, offset + length)
+        self._last_end = (address + length, offset + length)
         try:
             self._libc.map_over(address, length, self._fd, offset)
         except OSError:
-            self._restore(address, self._mapped_at + offset, length)
+            self._restore(address, self._mapping_address + offset, length)
             raise
 
-    def _restore(self, address: int, equal: int, length: int) -> None:
+    def _restore(self, address: int, source: int, length: int) -> None:
         """Undo half an exchange: the kernel may have unmapped the old pages before it failed to map the new."""
         try:
             if not self._libc.is_mapped(address, length):
                 self._libc.map_new(address, length)
-                self._libc.copy(address, equal, length)
+                self._libc.copy(address, source, length)
         except OSError as error:
             # Memory of the engine is gone. Going on would be a crash, or worse, somewhere else.
             sys.stderr.write(f"weightd: lost memory while sharing pages: {error}\n")
@@ -90,18 +90,18 @@ class ZeroDropper:
     def __init__(self, c: Libc) -> None:
         """Map the zeros to compare with."""
         self._libc = c
-        self._zeros = c.map_zeros(BLOCK)
+        self._zeros = c.map_zeros(BLOCK_BYTES)
 
     def drop(self, address: int, length: int) -> int:
         """Give back the blocks of a piece of anonymous memory that are all zeros; return their bytes."""
-        return sum(self._drop_block(address + done, min(BLOCK, length - done)) for done in range(0, length, BLOCK))
+        return sum(self._drop_block(address + done, min(BLOCK_BYTES, length - done)) for done in range(0, length, BLOCK_BYTES))
 
     def _drop_block(self, address: int, length: int) -> int:
-        if not self._libc.equal(address, self._zeros, length):
+        if not self._libc.is_equal(address, self._zeros, length):
             return 0
-        self._libc.drop(address, length)
+        self._libc.drop_private_pages(address, length)
         return length
 
     def close(self) -> None:
         """Unmap the zeros."""
-        self._libc.unmap(self._zeros, BLOCK)
+        self._libc.unmap(self._zeros, BLOCK_BYTES)

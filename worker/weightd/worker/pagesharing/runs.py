@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_TRIED_COPIES = 8
+_MAX_TRIED_COPIES = 8
 """Of many equal pages in the store this many are tried, for the one at which the longest run begins."""
 
 _FIRST_COMPARED = 64
@@ -24,9 +24,9 @@ class Run(NamedTuple):
 
     address: int
     """Of the first of them."""
-    first: int
+    first_page: int
     """The page of the store that it seems equal to; those after it are equal to those after it there."""
-    pages: int
+    page_count: int
     """How many they are."""
 
 
@@ -36,18 +36,18 @@ def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:
     return np.concatenate((np.zeros(min(len(addresses), 1), dtype=breaks.dtype), breaks))
 
 
-def long_runs_of(marked: NDArray[np.bool_], starts: NDArray[np.intp], least: int) -> NDArray[np.bool_]:
+def keep_long_runs(marked: NDArray[np.bool_], starts: NDArray[np.intp], min_length: int) -> NDArray[np.bool_]:
     """Keep of the marked pages those that are at least ``least`` in a row, in one run of addresses."""
     if not len(marked):
         return marked
     borders = np.flatnonzero(marked[1:] != marked[:-1]) + 1
     begins = np.union1d(starts, borders)
     lengths = np.diff(np.append(begins, len(marked)))
-    kept: NDArray[np.bool_] = marked & np.repeat(lengths >= least, lengths)
+    kept: NDArray[np.bool_] = marked & np.repeat(lengths >= min_length, lengths)
     return kept
 
 
-def match(
+def find_matches(
     addresses: NDArray[np.uint64], hashes: NDArray[np.uint64], stored: NDArray[np.uint64], page: int
 ) -> Iterator[Run]:
     """Find the pages whose hash is in the store, in runs that are consecutive on both sides.
@@ -79,7 +79,7 @@ def match(
 
 def _spread(low: int, high: int) -> NDArray[np.intp]:
     """Some indices from ``low`` to before ``high``, evenly spread: all of them if they are few."""
-    count = min(high - low, _TRIED_COPIES)
+    count = min(high - low, _MAX_TRIED_COPIES)
     return low + np.arange(count) * (high - low) // count
 
 
@@ -96,9 +96,9 @@ def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
     return length
 
 
-def longest(runs: Sequence[Run], count: int) -> List[Run]:
+def longest_runs(runs: Sequence[Run], count: int) -> List[Run]:
     """Keep the ``count`` longest runs, in the order in which they come."""
     if len(runs) <= count:
         return list(runs)
-    ranked = sorted(range(len(runs)), key=lambda index: -runs[index].pages)
+    ranked = sorted(range(len(runs)), key=lambda index: -runs[index].page_count)
     return [runs[index] for index in sorted(ranked[:count])]

@@ -15,16 +15,16 @@ import numpy as np
 from . import chunks, runs
 from .errors import Unavailable
 from .hashing import ZERO_PAGE, hash_pages
-from .libc import PAGE, Libc, libc, unsupported
+from .libc import PAGE, Libc, libc, unsupported_reason
 from .maps import Pagemap
-from .remap import BLOCK, Remapper, ZeroDropper, affordable_exchanges
+from .remap import BLOCK_BYTES, Remapper, ZeroDropper, affordable_exchanges
 from .runs import Run
 from .store import NewStore, OpenStore, offset_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LEAST_ZERO_PAGES = 16
+_MIN_ZERO_PAGES = 16
 """Fewer zero pages in a row are treated as any other page: to leave them out would cut a mapping in three."""
 
 
@@ -38,7 +38,7 @@ class Sharing:
     """Bytes that were all zeros and were given back."""
     examined_bytes: int
     """Bytes of this process that were looked at."""
-    seconds: float
+    duration_s: float
 
 
 class Pages(NamedTuple):
@@ -54,11 +54,11 @@ def prepare() -> None:
     By itself malloc may put them into its heap, among everything else. The same can be had from outside with
     the environment variable ``MALLOC_MMAP_THRESHOLD_=1048576``. Where pages cannot be shared it does nothing.
     """
-    if not unsupported():
-        libc().give_own_mappings_from(chunks.LARGE)
+    if not unsupported_reason():
+        libc().set_mmap_threshold(chunks.LARGE_BLOCK_BYTES)
 
 
-def begin() -> Optional[chunks.Starts]:
+def start_build() -> Optional[chunks.MappingStarts]:
     """Have the C library give smaller blocks mappings of their own, too, until `hold` or `join`: before each build.
 
     Always would be too dear: blocks that each predict takes and frees would be mapped each time.
@@ -66,28 +66,28 @@ def begin() -> Optional[chunks.Starts]:
     Returns:
         What `hold` and `join` are to be given, so that they look at these blocks.
     """
-    if unsupported():
+    if unsupported_reason():
         return None
     try:
-        before = chunks.starts()
+        starts = chunks.mapping_starts()
     except OSError:
         return None
-    libc().give_own_mappings_from(chunks.LEAST)
-    return before
+    libc().set_mmap_threshold(chunks.MIN_BLOCK_BYTES)
+    return starts
 
 
-def block_bytes() -> Optional[int]:
+def mmap_threshold_bytes() -> Optional[int]:
     """Return the size from which blocks get mappings of their own by now; None where the C library decides."""
-    return None if unsupported() else libc().block_bytes
+    return None if unsupported_reason() else libc().mmap_threshold_bytes
 
 
-def restore(size: Optional[int]) -> None:
+def restore_mmap_threshold(threshold_bytes: Optional[int]) -> None:
     """Set what `block_bytes` has returned earlier."""
-    if size is not None:
-        libc().give_own_mappings_from(size)
+    if threshold_bytes is not None:
+        libc().set_mmap_threshold(threshold_bytes)
 
 
-def hold(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
+def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> Sharing:
     """Write the large private memory of this process to a new store, and use the store's pages from then on.
 
     Each piece is mapped from the store as soon as it is written, so there is never a second copy of it all.
@@ -101,16 +101,16 @@ def hold(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
         Unavailable: if that cannot be done. The process is as correct as before, and there is no store.
     """
     started = time.perf_counter()
-    with _still():
+    with _quiesce():
         c = libc()
-        pages, zero_bytes = _eligible(c, before)
+        pages, zero_bytes = _hash_eligible_pages(c, starts_before)
         examined = len(pages.addresses) * PAGE + zero_bytes
-        shared = _write_store(c, store, pages)
-        c.give_back_free_memory()
+        shared = _write_store(c, store_path, pages)
+        c.trim_heap()
     return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
-def join(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
+def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> Sharing:
     """Use the store's pages in the place of own pages that are equal to them.
 
     Args:
@@ -121,22 +121,22 @@ def join(store: str, before: Optional[chunks.Starts] = None) -> Sharing:
         Unavailable: if that cannot be done. The process is as correct as before.
     """
     started = time.perf_counter()
-    with _still():
+    with _quiesce():
         c = libc()
-        opened = OpenStore(store, c)
+        store = OpenStore(store_path, c)
         try:
-            os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk while we hash
-            pages, zero_bytes = _eligible(c, before)
+            os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk while we hash
+            pages, zero_bytes = _hash_eligible_pages(c, starts_before)
             examined = len(pages.addresses) * PAGE + zero_bytes
-            shared = _map_equal(c, opened, pages)
+            shared = _map_equal(c, store, pages)
         finally:
-            opened.close()
-        c.give_back_free_memory()
+            store.close()
+        c.trim_heap()
     return Sharing(shared, zero_bytes, examined, time.perf_counter() - started)
 
 
 @contextlib.contextmanager
-def _still() -> Generator[None, None, None]:
+def _quiesce() -> Generator[None, None, None]:
     """Keep this process from moving memory about for a while, and give every failure one name."""
     # What is allocated from here on is no model.
     prepare()
@@ -155,19 +155,19 @@ def _still() -> Generator[None, None, None]:
             gc.enable()
 
 
-def _eligible(c: Libc, before: Optional[chunks.Starts]) -> Tuple[Pages, int]:
+def _hash_eligible_pages(c: Libc, starts_before: Optional[chunks.MappingStarts]) -> Tuple[Pages, int]:
     """Hash the pages that may be exchanged; drop those that are zero, and count these bytes."""
-    addresses = _populated(chunks.find(c, before))
+    addresses = _populated_pages(chunks.find_extents(c, starts_before))
     hashes = np.empty(len(addresses), dtype=np.uint64)
     starts = runs.run_starts(addresses, PAGE)
-    for begin, end in _bounds(starts, len(addresses)):
+    for begin, end in _run_bounds(starts, len(addresses)):
         hash_pages(int(addresses[begin]), hashes[begin:end])
-    zero = runs.long_runs_of(hashes == ZERO_PAGE, starts, _LEAST_ZERO_PAGES)
+    zero = runs.keep_long_runs(hashes == ZERO_PAGE, starts, _MIN_ZERO_PAGES)
     zero_bytes = _drop_zeros(c, addresses[zero])
     return Pages(addresses[~zero], hashes[~zero]), zero_bytes
 
 
-def _populated(extents: List[chunks.Extent]) -> NDArray[np.uint64]:
+def _populated_pages(extents: List[chunks.Extent]) -> NDArray[np.uint64]:
     """Return the addresses of the pages that exist."""
     pagemap = Pagemap()
     try:
@@ -185,19 +185,19 @@ def _drop_zeros(c: Libc, addresses: NDArray[np.uint64]) -> int:
     try:
         return sum(
             dropper.drop(int(addresses[begin]), (end - begin) * PAGE)
-            for begin, end in _bounds(runs.run_starts(addresses, PAGE), len(addresses))
+            for begin, end in _run_bounds(runs.run_starts(addresses, PAGE), len(addresses))
         )
     finally:
         dropper.close()
 
 
 def _write_store(c: Libc, path: str, pages: Pages) -> int:
-    wanted = _worth_storing(pages.addresses)
-    count = sum(run.pages for run in wanted)
-    hashes = [pages.hashes[run.first : run.first + run.pages] for run in wanted]
+    runs_to_store = _select_runs(pages.addresses)
+    count = sum(run.page_count for run in runs_to_store)
+    hashes = [pages.hashes[run.first_page : run.first_page + run.page_count] for run in runs_to_store]
     store = NewStore(path, count)
     try:
-        shared = _write_and_share(c, store, wanted)
+        shared = _write_and_share(c, store, runs_to_store)
         store.finish(np.concatenate([pages.hashes[:0], *hashes]))
     except BaseException:
         store.discard()
@@ -205,45 +205,45 @@ def _write_store(c: Libc, path: str, pages: Pages) -> int:
     return shared
 
 
-def _worth_storing(addresses: NDArray[np.uint64]) -> List[Run]:
+def _select_runs(addresses: NDArray[np.uint64]) -> List[Run]:
     """All runs of pages, or the longest of them if there are more than mappings to be had.
 
     ``first`` is the index among the own pages here: places in the store are given to the runs that stay.
     """
-    every = [
+    all_runs = [
         Run(int(addresses[begin]), begin, end - begin)
-        for begin, end in _bounds(runs.run_starts(addresses, PAGE), len(addresses))
+        for begin, end in _run_bounds(runs.run_starts(addresses, PAGE), len(addresses))
     ]
-    return runs.longest(every, affordable_exchanges())
+    return runs.longest_runs(all_runs, affordable_exchanges())
 
 
-def _write_and_share(c: Libc, store: NewStore, wanted: List[Run]) -> int:
-    size = offset_of(store.pages)
-    mapped_at = c.map_file(store.fd, size)
+def _write_and_share(c: Libc, store: NewStore, runs_to_store: List[Run]) -> int:
+    size = offset_of(store.page_count)
+    mapping_address = c.map_file(store.fd, size)
     try:
-        remapper = Remapper(c, store.fd, mapped_at)
+        remapper = Remapper(c, store.fd, mapping_address)
         shared = page = 0
-        for run in wanted:
-            for done in range(0, run.pages * PAGE, BLOCK):
-                length = min(BLOCK, run.pages * PAGE - done)
-                store.write_page(page, run.address + done, length)
+        for run in runs_to_store:
+            for done in range(0, run.page_count * PAGE, BLOCK_BYTES):
+                length = min(BLOCK_BYTES, run.page_count * PAGE - done)
+                store.write_pages(page, run.address + done, length)
                 shared += remapper.share(run.address + done, offset_of(page), length)
                 page += length // PAGE
         return shared
     finally:
-        c.unmap(mapped_at, size)
+        c.unmap(mapping_address, size)
 
 
 def _map_equal(c: Libc, store: OpenStore, pages: Pages) -> int:
-    found = runs.match(pages.addresses, pages.hashes, store.hashes(), PAGE)
+    found = runs.find_matches(pages.addresses, pages.hashes, store.read_hashes(), PAGE)
     remapper = Remapper(c, store.fd, store.address)
     return sum(
-        remapper.share(run.address, offset_of(run.first), run.pages * PAGE)
-        for run in runs.longest(list(found), affordable_exchanges())
+        remapper.share(run.address, offset_of(run.first_page), run.page_count * PAGE)
+        for run in runs.longest_runs(list(found), affordable_exchanges())
     )
 
 
-def _bounds(starts: NDArray[np.intp], length: int) -> List[Tuple[int, int]]:
+def _run_bounds(starts: NDArray[np.intp], length: int) -> List[Tuple[int, int]]:
     """Turn the first index of each run into pairs (first, one past the last)."""
     begins = [int(start) for start in starts]
     return list(zip(begins, [*begins[1:], length]))

@@ -39,9 +39,9 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _FINISHED_MODE = 0o400  # nobody writes it any more, not even by mistake
 
 
-def size_of(pages: int) -> int:
+def size_of(page_count: int) -> int:
     """The size of a store of so many pages, in bytes."""
-    return offset_of(pages) + pages * _HASH_BYTES
+    return offset_of(page_count) + page_count * _HASH_BYTES
 
 
 def offset_of(page: int) -> int:
@@ -49,16 +49,16 @@ def offset_of(page: int) -> int:
     return PAGE + page * PAGE
 
 
-def encode_header(pages: int) -> bytes:
+def encode_header(page_count: int) -> bytes:
     """Write the header of a finished store."""
-    return _HEADER.pack(MAGIC, VERSION, PAGE, pages)
+    return _HEADER.pack(MAGIC, VERSION, PAGE, page_count)
 
 
 def decode_header(header: bytes, file_size: int) -> int:
     """Read and check a header. Return the number of pages; raise Unavailable with what is wrong."""
     if len(header) < _HEADER.size:
         raise Unavailable("the store has no header: it is truncated or no store")
-    magic, version, page, pages = _HEADER.unpack_from(header)
+    magic, version, page, page_count = _HEADER.unpack_from(header)
     if not any(header[: _HEADER.size]):
         raise Unavailable("the store was never finished")
     if magic != MAGIC:
@@ -67,9 +67,9 @@ def decode_header(header: bytes, file_size: int) -> int:
         raise Unavailable(f"the store has format version {version}, this is {VERSION}")
     if page != PAGE:
         raise Unavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
-    if size_of(pages) != file_size:
-        raise Unavailable(f"the store should have {size_of(pages)} bytes and has {file_size}: truncated?")
-    return int(pages)
+    if size_of(page_count) != file_size:
+        raise Unavailable(f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?")
+    return int(page_count)
 
 
 class NewStore:
@@ -78,7 +78,7 @@ class NewStore:
     def __init__(self, path: str, pages: int) -> None:
         """Create the file, which must not exist, and reserve its space where that is possible."""
         self.path = path
-        self.pages = pages
+        self.page_count = pages
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
         try:
             self._reserve()
@@ -89,22 +89,22 @@ class NewStore:
     def _reserve(self) -> None:
         # In a file system in memory, space is memory: there it is taken piece by piece, as private pages are
         # given back.
-        if on_disk(self.path):
+        if is_on_disk(self.path):
             try:
-                os.posix_fallocate(self.fd, 0, size_of(self.pages))
+                os.posix_fallocate(self.fd, 0, size_of(self.page_count))
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-        os.ftruncate(self.fd, size_of(self.pages))
+        os.ftruncate(self.fd, size_of(self.page_count))
 
-    def write_page(self, page: int, address: int, length: int) -> None:
+    def write_pages(self, page: int, address: int, length: int) -> None:
         """Write consecutive pages straight from memory."""
         self._write(view(address, length), offset_of(page))
 
     def finish(self, hashes: NDArray[np.uint64]) -> None:
         """Write the hashes of all pages, then the header, and close the file."""
-        self._write(memoryview(hashes.tobytes()), offset_of(self.pages))
-        self._write(memoryview(encode_header(self.pages)), 0)
+        self._write(memoryview(hashes.tobytes()), offset_of(self.page_count))
+        self._write(memoryview(encode_header(self.page_count)), 0)
         os.fchmod(self.fd, _FINISHED_MODE)
         os.close(self.fd)
 
@@ -126,19 +126,19 @@ class OpenStore:
     def __init__(self, path: str, c: Libc) -> None:
         """Open and check the store; raise Unavailable if anything is wrong with it."""
         self._libc = c
-        self.fd = open_checked(path)
+        self.fd = open_store(path)
         try:
             self._size = os.fstat(self.fd).st_size
-            self.pages = decode_header(os.pread(self.fd, _HEADER.size, 0), self._size)
+            self.page_count = decode_header(os.pread(self.fd, _HEADER.size, 0), self._size)
             self.address = c.map_file(self.fd, self._size)
         except BaseException:
             os.close(self.fd)
             raise
 
-    def hashes(self) -> NDArray[np.uint64]:
+    def read_hashes(self) -> NDArray[np.uint64]:
         """Return a copy of the hashes of the pages."""
-        index = view(self.address + offset_of(self.pages), self.pages * _HASH_BYTES)
-        return np.frombuffer(index, dtype=np.uint64).copy() if self.pages else np.empty(0, dtype=np.uint64)
+        index = view(self.address + offset_of(self.page_count), self.page_count * _HASH_BYTES)
+        return np.frombuffer(index, dtype=np.uint64).copy() if self.page_count else np.empty(0, dtype=np.uint64)
 
     def close(self) -> None:
         """Unmap and close it."""
@@ -146,7 +146,7 @@ class OpenStore:
         os.close(self.fd)
 
 
-def open_checked(path: str) -> int:
+def open_store(path: str) -> int:
     """Open a store to be read, if it is a regular file that belongs to this user alone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # a named pipe must not block us
@@ -170,10 +170,10 @@ def check_owner(status: os.stat_result) -> None:
         raise Unavailable(f"others may use the store: its mode is {stat.S_IMODE(status.st_mode):o}")
 
 
-def on_disk(path: str) -> bool:
+def is_on_disk(path: str) -> bool:
     """Whether pages of a store at ``path`` can leave memory: not so on tmpfs. There need not be a file yet."""
     existing = Path(path) if Path(path).exists() else Path(path).parent
-    return not libc().in_memory_file_system(str(existing))
+    return not libc().is_memory_file_system(str(existing))
 
 
 def evict(path: str) -> None:
@@ -181,7 +181,7 @@ def evict(path: str) -> None:
 
     They come back from disk when they are used. On tmpfs nothing happens.
     """
-    fd = open_checked(path)
+    fd = open_store(path)
     try:
         os.fsync(fd)  # pages that are not on disk yet cannot leave
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -191,13 +191,13 @@ def evict(path: str) -> None:
         os.close(fd)
 
 
-def fetch(path: str) -> None:
+def prefetch(path: str) -> None:
     """Have the pages of the store that have left memory come back, while this process does something else.
 
     That saves the time of reading them one after another; nothing depends on it.
     """
     try:
-        fd = open_checked(path)
+        fd = open_store(path)
     except Unavailable:
         return
     with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ def fetch(path: str) -> None:
 def resident_bytes(path: str) -> int:
     """How many bytes of the store are in memory, used or not."""
     c = libc()
-    fd = open_checked(path)
+    fd = open_store(path)
     try:
         size = os.fstat(fd).st_size
         if not size:

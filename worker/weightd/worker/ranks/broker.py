@@ -16,11 +16,11 @@ from weightd.worker.connection import Connection
 from weightd.worker.engines.errors import EngineMissing
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import versions
+from weightd.worker.life import all_versions
 
 _log = logging.getLogger("weightd.worker")
 
-NO_MODEL = "none"
+NO_MODEL_DIGEST = "none"
 """What a broker says in the place of a digest."""
 
 RANK_LOST = 1
@@ -37,7 +37,7 @@ def run(connection: Union[Connection, LaneConnection], serve: Callable[[], None]
         connection: to the daemon.
         serve: serves the ranks until they have left.
     """
-    connection.send(encode(Hello(str(os.getpid()), NO_MODEL, versions({}), NotShared.traits)))
+    connection.send(encode(Hello(str(os.getpid()), NO_MODEL_DIGEST, all_versions({}), NotShared.traits)))
     decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
     while True:
         messages = connection.receive()

@@ -15,14 +15,14 @@ from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.errors import BuildError
 
 _NOT_TESTED = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
-_SHARES = "each rank answers with rows of its own: requests are neither put together nor cut"
+_ROWS_ARE_SHARDED = "each rank answers with rows of its own: requests are neither put together nor cut"
 
 
 class Share(NamedTuple):
     """The rows of an answer that a rank has: of so many equal shares the one with this number, from 0."""
 
-    number: int = 0
-    of: int = 1
+    share_index: int = 0
+    share_count: int = 1
 
 
 class Known:
@@ -42,16 +42,16 @@ class Known:
         BuildError: the file is not such, or cannot be divided into shares.
     """
 
-    def __init__(self, path: str, signature: ModelSignature, share: Optional[Share], tolerance: float) -> None:
+    def __init__(self, path: str, signature: ModelSignature, row_share: Optional[Share], tolerance: float) -> None:
         self._signature = signature
-        self._share = share
+        self._row_share = row_share
         self._tolerance = tolerance
-        self.inputs, right = sample.load_known(path, signature)
-        lengths = {len(each) for each in right.values() if each.ndim}
-        is_divided = share is not None and share.of > 1
-        names = self._with_rows if is_divided else ()
-        self.divided = tuple(name for name in names if len(self.inputs[name]) in lengths)
-        self._right = {} if share is None else {name: _cut(path, name, each, share) for name, each in right.items()}
+        self.inputs, expected = sample.load_with_answers(path, signature)
+        lengths = {len(each) for each in expected.values() if each.ndim}
+        is_sharded = row_share is not None and row_share.share_count > 1
+        names = self._inputs_with_rows if is_sharded else ()
+        self.sharded_inputs = tuple(name for name in names if len(self.inputs[name]) in lengths)
+        self._expected = {} if row_share is None else {name: _shard_of(path, name, each, row_share) for name, each in expected.items()}
 
     @property
     def case(self) -> SelfTestCase:
@@ -64,18 +64,18 @@ class Known:
         Raises:
             BuildError: it is not the known one; the text says by how much.
         """
-        if self._share is None:
+        if self._row_share is None:
             return ""
-        if sorted(answer) != sorted(self._right):
-            raise BuildError(f"canary: expected outputs {', '.join(self._right)}, got {', '.join(answer)}")
-        for name, right in self._right.items():
-            far = canary.apart({name: right}, {name: answer[name]})
+        if sorted(answer) != sorted(self._expected):
+            raise BuildError(f"canary: expected outputs {', '.join(self._expected)}, got {', '.join(answer)}")
+        for name, right in self._expected.items():
+            far = canary.answer_difference({name: right}, {name: answer[name]})
             if far > self._tolerance:
-                problem = _told(right, answer[name], far, self._tolerance)
+                problem = _describe_difference(right, answer[name], far, self._tolerance)
                 raise BuildError(f"the canary's answer is not the known one: output {name}: {problem}")
-        return canary.of((self.case,), [{name: answer[name] for name in self._right}]).digest
+        return canary.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
-    def more(self, sizes: Sequence[int]) -> Tuple[Arrays, str]:
+    def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
         """Return the canary with another number of rows; or nothing, and why.
 
         All ranks have the same canary and the same signature, and so the same of this.
@@ -83,21 +83,21 @@ class Known:
         Args:
             sizes: the only numbers of rows that the model takes; none: any.
         """
-        with_rows = self._with_rows
-        without = [each.name for each in self._signature.inputs if each.name not in with_rows]
-        if not with_rows or (sizes and without):
-            return {}, f"input {without[0]} has no rows" if without else "the model has no inputs"
-        counts = sorted({len(self.inputs[name]) for name in with_rows})
+        inputs_with_rows = self._inputs_with_rows
+        inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
+        if not inputs_with_rows or (allowed_batch_sizes and inputs_without_rows):
+            return {}, f"input {inputs_without_rows[0]} has no rows" if inputs_without_rows else "the model has no inputs"
+        counts = sorted({len(self.inputs[name]) for name in inputs_with_rows})
         if len(counts) != 1 or 0 in counts:
             return {}, f"the canary's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
         count = counts[0]
-        number = next((size for size in sorted(sizes) if size != count), 0) if sizes else 2 * count
-        if not number:
+        new_count = next((size for size in sorted(allowed_batch_sizes) if size != count), 0) if allowed_batch_sizes else 2 * count
+        if not new_count:
             return {}, f"the model takes {count} rows only"
-        indices = np.arange(number) % count
-        return {name: each[indices] if name in with_rows else each for name, each in self.inputs.items()}, ""
+        indices = np.arange(new_count) % count
+        return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
 
-    def rows(self, asked: Arrays, answer: Arrays, why: str) -> Optional[Rows]:
+    def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[Rows]:
         """Return what is found of the rows of the model; None if this rank does not answer.
 
         Args:
@@ -105,39 +105,39 @@ class Known:
             answer: to that; none where nothing was asked, or that was refused.
             why: there is no answer.
         """
-        if self._share is None:
+        if self._row_share is None:
             return None
-        names = self._with_rows
-        if self._share.of > 1:
-            return Rows(names, (), equal=False, note=_SHARES)
-        if why:
-            return Rows(names, (), equal=False, note=clip(why))
+        names = self._inputs_with_rows
+        if self._row_share.share_count > 1:
+            return Rows(names, (), equal=False, note=_ROWS_ARE_SHARDED)
+        if reason:
+            return Rows(names, (), equal=False, note=clip(reason))
         try:
-            outputs = tuple(check_rows(answer, len(asked[names[0]])))
+            outputs = tuple(check_rows(answer, len(batch_inputs[names[0]])))
         except NotTogether as error:
             return Rows(names, (), equal=False, note=clip(str(error)))
         return Rows(names, outputs, equal=False, note=_NOT_TESTED)
 
     @property
-    def _with_rows(self) -> Tuple[str, ...]:
+    def _inputs_with_rows(self) -> Tuple[str, ...]:
         return tuple(each.name for each in self._signature.inputs if has_rows(each))
 
 
-def _cut(path: str, name: str, array: Any, share: Share) -> Any:
-    if share.of == 1:
+def _shard_of(path: str, name: str, array: Any, row_share: Share) -> Any:
+    if row_share.share_count == 1:
         return array
-    each, rest = divmod(len(array) if array.ndim else 1, share.of)
+    each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)
     if rest or not array.ndim:
         raise BuildError(
-            f"canary: {path}: {name}: expected equal shares of rows for {share.of} ranks, got {list(array.shape)}"
+            f"canary: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got {list(array.shape)}"
         )
-    return array[share.number * each : (share.number + 1) * each]
+    return array[row_share.share_index * each : (row_share.share_index + 1) * each]
 
 
-def _told(right: Any, answer: Any, far: float, tolerance: float) -> str:
-    if far == float("inf"):
-        forms = [f"{each.dtype} {list(each.shape)}" for each in (right, answer)]
-        if forms[0] != forms[1]:
-            return f"expected {forms[0]}, got {forms[1]}"
+def _describe_difference(expected: Any, answer: Any, difference: float, tolerance: float) -> str:
+    if difference == float("inf"):
+        layouts = [f"{each.dtype} {list(each.shape)}" for each in (expected, answer)]
+        if layouts[0] != layouts[1]:
+            return f"expected {layouts[0]}, got {layouts[1]}"
         return "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
-    return f"it is {far:.3g} of the largest value away, expected at most {tolerance:g}"
+    return f"it is {difference:.3g} of the largest value away, expected at most {tolerance:g}"

@@ -11,7 +11,7 @@ from weightd.shared.rowtest.bits import NotTogether
 from weightd.worker import exits
 from weightd.worker.engines.engine import Arrays, Engine
 from weightd.worker.engines.ranks import RankEngine, Refused
-from weightd.worker.predictor import Asked, Predictor, Told
+from weightd.worker.predictor import PredictItem, Predictor, Reply
 
 
 class Divided:
@@ -25,17 +25,17 @@ class Divided:
         ranks: how many.
     """
 
-    def __init__(self, engine: RankEngine, inputs: Sequence[str], ranks: int) -> None:
+    def __init__(self, engine: RankEngine, inputs: Sequence[str], rank_count: int) -> None:
         self._engine = engine
-        self._inputs = inputs
-        self._ranks = ranks
+        self._sharded_inputs = inputs
+        self._rank_count = rank_count
 
     def predict(self, inputs: Arrays) -> Arrays:
         """As that of the engine."""
-        for name in self._inputs:
+        for name in self._sharded_inputs:
             rows = len(inputs[name])
-            if rows % self._ranks:
-                raise Refused(f"input {name}: expected a multiple of {self._ranks} rows, one for each rank, got {rows}")
+            if rows % self._rank_count:
+                raise Refused(f"input {name}: expected a multiple of {self._rank_count} rows, one for each rank, got {rows}")
         return self._engine.predict(inputs)
 
 
@@ -57,64 +57,64 @@ class Lockstep(Predictor):
     """
 
     def __init__(
-        self, engine: RankEngine, answer: Callable[..., None], broken: Callable[[str], int], *, replies: bool
+        self, engine: RankEngine, reply: Callable[..., None], report_failure: Callable[[str], int], *, is_replying: bool
     ) -> None:
-        super().__init__(cast(Engine, engine), answer)
+        super().__init__(cast(Engine, engine), reply)
         self.step = 0
-        self._broken = broken
-        self._replies = replies
+        self._report_failure = report_failure
+        self._is_replying = is_replying
 
-    def divide(self, inputs: Sequence[str], ranks: int) -> None:
+    def shard_rows(self, inputs: Sequence[str], rank_count: int) -> None:
         """From now on as many rows of these inputs are needed for each rank."""
-        self._engine = cast(Engine, Divided(cast(RankEngine, self._engine), inputs, ranks))
+        self._engine = cast(Engine, Divided(cast(RankEngine, self._engine), inputs, rank_count))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
         """Run the next one."""
-        gap = self._gap([order])
-        if gap:
-            return self._broken(gap)
-        if self._replies:
+        step_error = self._next_step_error([order])
+        if step_error:
+            return self._report_failure(step_error)
+        if self._is_replying:
             return super().predict(order, frames)
         try:
-            self._engine.predict(self._inputs_of(order, frames))
+            self._engine.predict(self._input_arrays(order, frames))
         except RequestError as error:
-            return self._fail(order, error, leaving=True)
+            return self._fail(order, error, is_leaving=True)
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
-            return self._fail_unforeseen(order, error)
-        self._answer((Done(order.request), ()))
+            return self._fail_unexpected(order, error)
+        self._reply((Done(order.request), ()))
         return exits.OK
 
-    def together(self, parts: Sequence[Asked], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
+    def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, parties: Tuple[int, ...] = ()) -> int:
         """Run the next ones, each of which has a step of its own, in one predict."""
-        gap = self._gap([order for order, _ in parts])
-        if gap:
-            return self._broken(gap)
-        first = parts[0][0]
+        step_error = self._next_step_error([order for order, _ in items])
+        if step_error:
+            return self._report_failure(step_error)
+        first = items[0][0]
         try:
-            self._run_together(parts, rows)
+            self._run_batch(items, rows)
         except Refused as error:
-            for order, _ in parts:
-                self._fail(order, error, leaving=False)
+            for order, _ in items:
+                self._fail(order, error, is_leaving=False)
         except NotTogether as error:
-            return self._fail(first, InvalidArgument(str(error)), leaving=True)
+            return self._fail(first, InvalidArgument(str(error)), is_leaving=True)
         except RequestError as error:
-            return self._fail(first, error, leaving=True)
+            return self._fail(first, error, is_leaving=True)
         except Exception as error:  # noqa: BLE001 - as for one
-            return self._fail_unforeseen(first, error)
+            return self._fail_unexpected(first, error)
         return exits.OK
 
-    def _run_together(self, parts: Sequence[Asked], rows: int) -> None:
-        joint = self._joint(parts, rows)
-        inputs = joint.inputs([self._bytes_of(order, frames) for order, frames in parts])
-        if self._replies:
-            outputs, shares = self._run(joint, inputs, parts)
-            self._share(parts, shares, outputs)
+    def _run_batch(self, items: Sequence[PredictItem], rows: int) -> None:
+        merged = self._merged_request(items, rows)
+        inputs = merged.merge_inputs([self._input_bytes(order, frames) for order, frames in items])
+        if self._is_replying:
+            outputs, slices = self._run(merged, inputs, items)
+            self._reply_slices(items, slices, outputs)
             return
         self._engine.predict(inputs)
-        done: List[Told] = [(Done(order.request), ()) for order, _ in parts]
-        self._answer(*done)
+        replies: List[Reply] = [(Done(order.request), ()) for order, _ in items]
+        self._reply(*replies)
 
-    def _gap(self, orders: Sequence[Predict]) -> str:
+    def _next_step_error(self, orders: Sequence[Predict]) -> str:
         """Count; return what is wrong with the steps of these, "" if nothing is."""
         for order in orders:
             if order.step != self.step + 1:
@@ -122,5 +122,5 @@ class Lockstep(Predictor):
             self.step = order.step
         return ""
 
-    def _fail(self, order: Predict, error: RequestError, *, leaving: bool) -> int:
-        return super()._fail(order, error, leaving=not isinstance(error, Refused))
+    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
+        return super()._fail(order, error, is_leaving=not isinstance(error, Refused))

@@ -12,13 +12,13 @@ from weightd.protocol.messages.ranks import Enter, Entered, Slice, Warm, Warmed
 from weightd.shared.cores import parse_cpulist
 from weightd.shared.meeting import Meeting
 from weightd.worker import exits
-from weightd.worker.affinity import keep_to
+from weightd.worker.affinity import set_cpu_affinity
 from weightd.worker.connection import Connection
 from weightd.worker.engines.engine import Arrays, ModelSignature
 from weightd.worker.engines.ranks import RankEngine, Refused
 from weightd.worker.engines.sharing import NotShared
 from weightd.worker.lane import LaneConnection
-from weightd.worker.life import Life, check, versions
+from weightd.worker.life import Life, check_signature, all_versions
 from weightd.worker.ranks.known import Known, Share
 from weightd.worker.ranks.lockstep import Lockstep
 
@@ -34,10 +34,10 @@ class Given(NamedTuple):
         tolerance: how far an answer may be from that.
     """
 
-    model: str
-    says: ModelSignature
+    model_path: str
+    file_signature: ModelSignature
     options: Mapping[str, Any]
-    canary: str
+    selftest_path: str
     tolerance: float = 0.0
 
 
@@ -52,85 +52,85 @@ class RankSession(Life):
     """
 
     def __init__(
-        self, connection: Union[Connection, LaneConnection], engine: RankEngine, meeting: Meeting, given: Given
+        self, connection: Union[Connection, LaneConnection], engine: RankEngine, rendezvous: Meeting, rank_inputs: Given
     ) -> None:
         super().__init__(connection)
         self._engine = engine
-        self._meeting = meeting
-        self._given = given
-        self._lockstep = Lockstep(engine, self._answer, self._out_of_step, replies=meeting.has_outputs)
+        self._rendezvous = rendezvous
+        self._rank_inputs = rank_inputs
+        self._lockstep = Lockstep(engine, self._reply, self._fail_out_of_step, is_replying=rendezvous.has_outputs)
         self._predictor = self._lockstep
-        self._signature = given.says
-        self._has_entered = False
+        self._signature = rank_inputs.file_signature
+        self._has_joined = False
 
     def run(self, sha256: str) -> int:
         """As any life; who ends well takes leave."""
         status = super().run(sha256)
-        if status == exits.OK and self._has_entered:
-            self._engine.leave()
+        if status == exits.OK and self._has_joined:
+            self._engine.leave_group()
         return status
 
-    def _hello(self, sha256: str) -> Hello:
-        inputs, outputs = self._given.says
+    def _make_hello(self, sha256: str) -> Hello:
+        inputs, outputs = self._rank_inputs.file_signature
         return Hello(
             str(os.getpid()),
             sha256,
-            versions(self._engine.versions()),
+            all_versions(self._engine.versions()),
             NotShared.traits,
-            slice=Slice(self._meeting.rank, inputs, outputs),
+            slice=Slice(self._rendezvous.rank, inputs, outputs),
         )
 
-    def _do(self, order: ChildOrder) -> None:
+    def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, Enter):
-            self._enter()
+            self._join_group()
         elif isinstance(order, Warm):
-            self._warm(order)
+            self._run_selftest(order)
         elif isinstance(order, Ping):
             # Not by the canary: that all ranks would have to run.
             self._send(Pong())
         elif not isinstance(order, Settle):
             raise RemoteProtocolError(f"type: expected what a rank is told, got {type(order).__name__.lower()}")
 
-    def _enter(self) -> None:
-        self._engine.enter()
-        self._has_entered = True
-        self._signature = self._engine.load(self._given.model, self._given.options)
-        check(self._signature)
+    def _join_group(self) -> None:
+        self._engine.join_group()
+        self._has_joined = True
+        self._signature = self._engine.load(self._rank_inputs.model_path, self._rank_inputs.options)
+        check_signature(self._signature)
         self._send(Entered(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
-    def _warm(self, order: Warm) -> None:
+    def _run_selftest(self, order: Warm) -> None:
         """Run what all ranks run now: that hangs on the order and on the canary's file, and on no answer."""
-        meeting, given = self._meeting, self._given
-        share = None
-        if meeting.has_outputs:
-            share = Share() if meeting.reply is not None else Share(meeting.rank, meeting.size)
-        known = Known(given.canary, self._signature, share, given.tolerance)
-        answer = self._engine.predict(known.inputs)
-        more, why = known.more(order.sizes) if order.rows > 1 else ({}, "")
+        rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
+        row_share = None
+        if rendezvous.has_outputs:
+            row_share = Share() if rendezvous.reply is not None else Share(rendezvous.rank, rendezvous.size)
+        reference = Known(rank_inputs.selftest_path, self._signature, row_share, rank_inputs.tolerance)
+        answer = self._engine.predict(reference.inputs)
+        batch_inputs, reason = reference.with_other_row_count(order.sizes) if order.rows > 1 else ({}, "")
         outputs: Arrays = {}
-        if more:
+        if batch_inputs:
             try:
-                outputs = self._engine.predict(more)
+                outputs = self._engine.predict(batch_inputs)
             except Refused as error:
-                why = f"the model does not run on another number of rows than the canary has: {error}"
-        digest = known.digest_of(answer)
-        if known.divided:
-            self._lockstep.divide(known.divided, meeting.size)
-        rows = known.rows(more, outputs, why) if order.rows > 1 else None
-        if meeting.cores:
+                reason = f"the model does not run on another number of rows than the canary has: {error}"
+        digest = reference.digest_of(answer)
+        if reference.sharded_inputs:
+            self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
+        row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.rows > 1 else None
+        if rendezvous.cores:
             # All threads are there by now. A core that is gone since costs time, and nothing else.
             with contextlib.suppress(OSError):
-                keep_to(parse_cpulist(meeting.cores))
-        self._send(Warmed(digest, (known.case,), rows, self._engine.memory()))
+                set_cpu_affinity(parse_cpulist(rendezvous.cores))
+        self._send(Warmed(digest, (reference.case,), row_support, self._engine.memory()))
 
-    def _back(self) -> Back:
+    def _make_reconnected(self) -> Back:
         return Back(self._lockstep.step)
 
-    def _skip(self, order: Skip) -> None:
+    def _on_cancel_predict(self, order: Skip) -> None:
         raise RemoteProtocolError("type: expected no skip: what one rank runs, all run")
 
-    def _when_quiet(self) -> None:
+    def _on_idle(self) -> None:
         """Do nothing."""
 
-    def _out_of_step(self, cause: str) -> int:
-        return self._broken(cause, exits.SPOILT)
+    def _fail_out_of_step(self, cause: str) -> int:
+        return self._report_failure(cause, exits.MODEL_CORRUPTED)

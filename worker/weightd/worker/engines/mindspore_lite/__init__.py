@@ -10,14 +10,14 @@ from weightd.worker.engines.mindspore_lite.options import Options
 from weightd.worker.engines.mindspore_lite.runner import MindSporeLiteRunner
 
 
-def make(settings: Settings) -> Engine:
+def make_engine(settings: Settings) -> Engine:
     """Return the engine for the device of these settings.
 
     Raises:
         EngineMissing: it cannot be used in this interpreter, or on this machine.
         BuildError: the settings cannot be.
     """
-    card, is_parallel = settings.card, Options.of(settings.options).parallel_workers > 1
+    card, is_parallel = settings.card, Options.from_mapping(settings.options).parallel_workers > 1
     if card is None:
         return MindSporeLiteRunner(settings) if is_parallel else MindSporeLiteCpu(settings)
     if is_parallel:

@@ -63,7 +63,7 @@ class Acl:
 
     def initialize(self) -> None:
         """Make the other calls possible in a process in which no model was built."""
-        self._call("aclInit", ctypes.c_char_p(None), also_good=_REPEATED_INITIALIZE)
+        self._call("aclInit", ctypes.c_char_p(None), accepted_code=_REPEATED_INITIALIZE)
 
     def device_count(self) -> int:
         """Return how many cards this process can see."""
@@ -80,7 +80,7 @@ class Acl:
             raise AclError("aclrtGetSocName", None, "it knows no name for this card")
         return name.decode("ascii", "replace")
 
-    def use(self, device: int) -> None:
+    def set_device(self, device: int) -> None:
         """Let the calls that follow concern this card; in a process that used none, that takes some of its memory."""
         self._call("aclrtSetDevice", ctypes.c_int32(device))
 
@@ -102,11 +102,11 @@ class Acl:
         # Without its type a handle would lose its upper half.
         self._call("aclrtMemSetPidToShareableHandle", ctypes.c_uint64(handle), numbers, ctypes.c_size_t(len(pids)))
 
-    def _call(self, name: str, *arguments: Any, also_good: int = 0) -> None:
+    def _call(self, name: str, *arguments: Any, accepted_code: int = 0) -> None:
         function = self._function(name)
         function.restype = ctypes.c_int
         code: int = function(*arguments)
-        if code not in (0, also_good):
+        if code not in (0, accepted_code):
             raise AclError(name, code, _HINTS.get(code, ""))
 
     def _function(self, name: str) -> Any:

@@ -33,7 +33,7 @@ from weightd.worker.engines.engine import Arrays, Gears, Settings
 from weightd.worker.engines.errors import BuildError, NoRoom
 from weightd.worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd.worker.engines.mindspore_lite.cardsharing import CardSharing
-from weightd.worker.engines.mindspore_lite.gears import recorded
+from weightd.worker.engines.mindspore_lite.gears import parse_gears
 from weightd.worker.engines.mindspore_lite.model import MindSporeLite
 from weightd.worker.engines.sharing import NotShared
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("weightd.worker")
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
 
-NO_ROOM = ("Acl open device", "207001", "EI0019")
+OUT_OF_MEMORY_MARKS = ("Acl open device", "207001", "EI0019")
 """What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number), a
 port that another process has (HCCL's number)."""
 
@@ -55,34 +55,34 @@ class MindSporeLiteAscend(MindSporeLite):
     """
 
     can_rebuild = False
-    unfit = InvalidArgument
+    resize_error_type = InvalidArgument
 
     def __init__(self, settings: Settings, card: int) -> None:
         super().__init__(settings)
-        self._batched: List[str] = []
+        self._batch_inputs: List[str] = []
         self._card = card
-        self._built = False
-        self._handles = CardSharing(self._library, self._log, card) if settings.sharing else None
-        self.sharing = self._handles or NotShared()
+        self._is_built = False
+        self._handle_sharing = CardSharing(self._library, self._log, card) if settings.is_sharing else None
+        self.sharing = self._handle_sharing or NotShared()
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build the model: for these processes, on this handle, or, with neither, with a copy of the weights."""
-        if self._built:
+        if self._is_built:
             raise BuildError("this process has built a model on a card before; only a new process can build another")
-        self._built = True
-        section = self._section()
-        if self._handles is not None:
-            section.update(self._handles.section(pids, handle))
+        self._is_built = True
+        section = self._ascend_section()
+        if self._handle_sharing is not None:
+            section.update(self._handle_sharing.build_section(pids, handle))
         self._check_card()
         context = self._context()
         try:
             self._build(model, context, {"ascend_context": section} if section else {})
         except BuildError as error:
-            kind = NoRoom if any(each in str(error) for each in NO_ROOM) else BuildError
-            raise kind(f"{error}{self._hint(str(error))}") from None
-        if self._handles is not None:
-            self._handles.built(self._model, model)
-        self._batched = self._batched_by_gears()
+            kind = NoRoom if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
+            raise kind(f"{error}{self._failure_hint(str(error))}") from None
+        if self._handle_sharing is not None:
+            self._handle_sharing.on_built(self._model, model)
+        self._batch_inputs = self._find_batch_inputs()
 
     def _context(self) -> Any:
         context = self._library.Context()
@@ -91,7 +91,7 @@ class MindSporeLiteAscend(MindSporeLite):
         self._options.set_ascend(context.ascend)
         return context
 
-    def _section(self) -> Dict[str, str]:
+    def _ascend_section(self) -> Dict[str, str]:
         """What is set of the library's section ascend_context, beside what is shared."""
         return {}
 
@@ -101,11 +101,11 @@ class MindSporeLiteAscend(MindSporeLite):
         info = getattr(self._model, "get_model_info", None)
         if info is None:
             return ()
-        return recorded(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
+        return parse_gears(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run, unless batches differ where the card would take the first one's for all."""
-        batches = {name: len(inputs[name]) for name in self._batched}
+        batches = {name: len(inputs[name]) for name in self._batch_inputs}
         if len(set(batches.values())) > 1:
             raise InvalidArgument(f"inputs: expected one batch for all, got {batches}: the model has gears for it")
         return super().predict(inputs)
@@ -122,20 +122,20 @@ class MindSporeLiteAscend(MindSporeLite):
             tensor = self._library.Tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
             tensor.name = name
             tensors.append(tensor)
-        with self._log.cause_of(BuildError):
+        with self._log.translate_errors(BuildError):
             self._model.update_weights([tensors])
 
     def memory(self) -> Optional[DeviceMemory]:
         """Ask the driver."""
         try:
             acl = Acl()
-            acl.use(self._card)
+            acl.set_device(self._card)
             return acl.memory()
         except AclError as error:
             _log.warning("the card's memory is not known: %s", error)
             return None
 
-    def _batched_by_gears(self) -> List[str]:
+    def _find_batch_inputs(self) -> List[str]:
         """The inputs whose free batch the model's gears give; none if it takes any size.
 
         Of outputs a card tells the shapes for the largest gear, where there are gears, and -1 where any size goes.
@@ -147,7 +147,7 @@ class MindSporeLiteAscend(MindSporeLite):
             return []
         return list(free)
 
-    def _hint(self, cause: str) -> str:
+    def _failure_hint(self, cause: str) -> str:
         """What to do about a failed build, as far as the library's log tells."""
         if "ExportToShareableHandle" not in cause:
             return ""

@@ -23,12 +23,12 @@ _MAX_HANDLE = 2**64 - 1
 
 _GRANULE = 2 * 1024 * 1024  # a huge page of the card
 
-_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
-_NO_NUMBER = (
+_TOO_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
+_NO_PID = (
     "the library has no number for this process: it finds no Ascend driver. Run set_env.sh of CANN in the "
     "environment of weightd, and let its user open /dev/davinci*"
 )
-_IGNORED = (
+_NOT_EXPORTED = (
     "the library has built the model without exporting its weights, got handle {!r}. It does so without an error where "
     "the provider is ge or ENABLE_MULTI_BACKEND_RUNTIME is on, the model is encrypted (dec_key_file), was converted "
     "for changing weights (variable_weights) or is in a ModelGroup, or the library is older than 2.7; set sharing = "
@@ -52,17 +52,17 @@ class CardSharing(Sharing):
 
     def __init__(self, library: Any, log: NativeLog, card: int) -> None:
         self._card = card
-        self._pid = _number(library, log)
+        self._pid = _read_pid(library, log)
         self._model: Any = None
         self._path = ""
-        self._shares = False
-        self._exported = ""
+        self._is_sharing = False
+        self._exported_handle = ""
 
     def current_pid(self) -> str:
         """Return the driver's number for this process, which is not os.getpid() in a container."""
         return self._pid
 
-    def section(self, pids: Sequence[str], handle: str) -> Dict[str, str]:
+    def build_section(self, pids: Sequence[str], handle: str) -> Dict[str, str]:
         """Return what a build is told in the section ascend_context: these processes, or else this handle.
 
         Raises:
@@ -70,46 +70,46 @@ class CardSharing(Sharing):
         """
         section: Dict[str, str] = {}
         if pids:
-            section[_PIDS] = ",".join(str(_decimal("pid", each, _MAX_PID)) for each in pids)
+            section[_PIDS] = ",".join(str(_parse_decimal("pid", each, _MAX_PID)) for each in pids)
         elif handle:
-            section[_HANDLE] = str(_decimal("handle", handle, _MAX_HANDLE))
-        self._shares = bool(section)
+            section[_HANDLE] = str(_parse_decimal("handle", handle, _MAX_HANDLE))
+        self._is_sharing = bool(section)
         return section
 
-    def built(self, model: Any, path: str) -> None:
+    def on_built(self, model: Any, path: str) -> None:
         """Take the library's model, built from the file at `path` with what `section` said."""
         self._model = model
         self._path = path
 
     def export(self, store: str) -> Shared:
         """Return the handle that the build has made."""
-        if not self._shares:
+        if not self._is_sharing:
             return Shared("", 0, "weights are not shared: the build named no process to share with")
         handle = self._model.get_model_info(_HANDLE)
         if not _DECIMAL.fullmatch(handle) or not 0 < int(handle) <= _MAX_HANDLE:
-            raise BuildError(_IGNORED.format(handle))
-        self._exported = handle
+            raise BuildError(_NOT_EXPORTED.format(handle))
+        self._exported_handle = handle
         return Shared(handle, self._shared_bytes(), "")
 
     def allow(self, pids: Sequence[str]) -> None:
         """Tell the driver."""
-        if not self._exported:
+        if not self._exported_handle:
             raise NotAllowed("this process has exported no weights")
         try:
-            numbers = [_decimal("pid", each, _MAX_PID) for each in pids]
+            numbers = [_parse_decimal("pid", each, _MAX_PID) for each in pids]
             acl = Acl()
-            acl.use(self._card)
-            acl.allow(int(self._exported), numbers)
+            acl.set_device(self._card)
+            acl.allow(int(self._exported_handle), numbers)
         except (AclError, BuildError) as error:
             raise NotAllowed(str(error)) from None
 
     def attach(self, handle: str) -> Shared:
         """Do nothing: the build has attached."""
-        if not self._shares:
+        if not self._is_sharing:
             return Shared("", 0, "weights are not shared: the holder has no handle")
         return Shared(handle, self._shared_bytes(), "")
 
-    def settle(self, handle: str) -> None:
+    def trim_store(self, handle: str) -> None:
         """Do nothing: there is nothing that only an attach needs."""
 
     def _shared_bytes(self) -> int:
@@ -120,19 +120,19 @@ class CardSharing(Sharing):
         return (size // _GRANULE + 1) * _GRANULE
 
 
-def _number(library: Any, log: NativeLog) -> str:
+def _read_pid(library: Any, log: NativeLog) -> str:
     model = library.Model()
     if not hasattr(model, "get_model_info"):
-        raise EngineMissing(_OLD.format(library.__version__))
-    with log.cause_of(EngineMissing):
+        raise EngineMissing(_TOO_OLD.format(library.__version__))
+    with log.translate_errors(EngineMissing):
         pid: str = model.get_model_info("current_pid")
         if not _DECIMAL.fullmatch(pid):
-            raise RuntimeError(_NO_NUMBER)
+            raise RuntimeError(_NO_PID)
     return pid
 
 
-def _decimal(what: str, text: str, most: int) -> int:
+def _parse_decimal(what: str, text: str, max_value: int) -> int:
     """Where the library is lenient, another number would be meant."""
-    if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= most:
-        raise BuildError(f"{what}: expected a decimal number from 1 to {most}, got {text!r}")
+    if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= max_value:
+        raise BuildError(f"{what}: expected a decimal number from 1 to {max_value}, got {text!r}")
     return int(text)

@@ -28,11 +28,11 @@ from weightd.protocol.messages.findings import DeviceMemory
 from weightd.shared.devices import card_of
 from weightd.worker.engines.engine import Arrays, ModelSignature, Settings
 from weightd.worker.engines.errors import BuildError, EngineMissing, NoRoom, Spoilt
-from weightd.worker.engines.mindspore import signature
-from weightd.worker.engines.mindspore_lite.ascend import NO_ROOM, MindSporeLiteAscend
+from weightd.worker.engines.mindspore import read_signature
+from weightd.worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 from weightd.worker.engines.ranks import Meeting, RankEngine, Refused
 
-_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
+_TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
 
 
 class MindSporeLiteRank(RankEngine):
@@ -40,28 +40,28 @@ class MindSporeLiteRank(RankEngine):
 
     name = "mindspore_lite"
 
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__(meeting)
-        if card_of(meeting.device) is None:
-            raise BuildError(f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {meeting.device!r}")
-        if not meeting.table:
+    def __init__(self, rendezvous: Meeting) -> None:
+        super().__init__(rendezvous)
+        if card_of(rendezvous.device) is None:
+            raise BuildError(f"device: ranks of mindspore_lite run on cards, expected ascend:N, got {rendezvous.device!r}")
+        if not rendezvous.rank_table:
             raise BuildError("ranks.table: expected the path of a rank table, got none")
-        os.environ["HCCL_CONNECT_TIMEOUT"] = str(meeting.connect_timeout)
-        os.environ["HCCL_EXEC_TIMEOUT"] = str(meeting.exec_timeout)
-        if meeting.buffer_mib:
-            os.environ["HCCL_BUFFSIZE"] = str(meeting.buffer_mib)
-        self._slice = _Slice(meeting, {})
+        os.environ["HCCL_CONNECT_TIMEOUT"] = str(rendezvous.connect_timeout_s)
+        os.environ["HCCL_EXEC_TIMEOUT"] = str(rendezvous.exec_timeout_s)
+        if rendezvous.buffer_mib:
+            os.environ["HCCL_BUFFSIZE"] = str(rendezvous.buffer_mib)
+        self._slice = _Slice(rendezvous, {})
 
     def versions(self) -> Mapping[str, str]:
         """Return the library's version."""
         return self._slice.versions()
 
-    def enter(self) -> None:
+    def join_group(self) -> None:
         """Do nothing: ranks meet at their first predict."""
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
         """Build the slice."""
-        self._slice = _Slice(self._meeting, options)
+        self._slice = _Slice(self._rendezvous, options)
         self._slice.build(path)
         return self._slice.signature
 
@@ -73,11 +73,11 @@ class MindSporeLiteRank(RankEngine):
             raise Refused(str(error)) from None
         except Spoilt as error:
             # It is the first one that takes the card's memory.
-            if any(each in str(error) for each in NO_ROOM):
+            if any(each in str(error) for each in OUT_OF_MEMORY_MARKS):
                 raise NoRoom(str(error)) from None
             raise
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """Do nothing: nobody waits for it."""
 
     def memory(self) -> Optional[DeviceMemory]:
@@ -93,41 +93,41 @@ class _Slice(MindSporeLiteAscend):
         BuildError: an option is not one.
     """
 
-    def __init__(self, meeting: Meeting, options: Mapping[str, Any]) -> None:
-        super().__init__(Settings(meeting.threads, meeting.device, False, options), card_of(meeting.device) or 0)
-        self._meeting = meeting
+    def __init__(self, rendezvous: Meeting, options: Mapping[str, Any]) -> None:
+        super().__init__(Settings(rendezvous.threads, rendezvous.device, False, options), card_of(rendezvous.device) or 0)
+        self._rendezvous = rendezvous
         if "rank_id" not in dir(type(self._library.Context().ascend)):
-            raise EngineMissing(_OLD.format(self._library.__version__))
+            raise EngineMissing(_TOO_OLD.format(self._library.__version__))
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build the slice, which is nobody else's."""
-        self._file = signature(model)
+        self._file_signature = read_signature(model)
         super().build(model, pids=pids, handle=handle)
 
     @property
     def signature(self) -> ModelSignature:
         """What the built model takes and gives, by the names of the file."""
-        file, (inputs, outputs) = self._file, super().signature
-        return ModelSignature(_named(inputs, file.inputs), _named(outputs, file.outputs))
+        file_signature, (inputs, outputs) = self._file_signature, super().signature
+        return ModelSignature(_with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs))
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run, and copy the outputs out."""
-        outputs = super().predict({name: inputs[each.name] for name, each in zip(self._names, self._file.inputs)})
-        return {each.name: array for each, array in zip(self._file.outputs, outputs.values())}
+        outputs = super().predict({name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)})
+        return {each.name: array for each, array in zip(self._file_signature.outputs, outputs.values())}
 
     def _context(self) -> Any:
-        meeting, context = self._meeting, super()._context()
+        rendezvous, context = self._rendezvous, super()._context()
         context.ascend.provider = "ge"
-        context.ascend.rank_id = meeting.rank
-        if meeting.group_info:
-            context.group_info_file = meeting.group_info
+        context.ascend.rank_id = rendezvous.rank
+        if rendezvous.group_info:
+            context.group_info_file = rendezvous.group_info
         return context
 
-    def _section(self) -> Dict[str, str]:
-        return {"rank_table_file": self._meeting.table}
+    def _ascend_section(self) -> Dict[str, str]:
+        return {"rank_table_file": self._rendezvous.rank_table}
 
 
-def _named(tensors: Sequence[TensorSignature], file: Sequence[TensorSignature]) -> Tuple[TensorSignature, ...]:
-    if len(tensors) != len(file):
-        raise BuildError(f"expected {len(file)} tensors as the file has, got {len(tensors)} of the built model")
-    return tuple(dataclasses.replace(built, name=each.name) for built, each in zip(tensors, file))
+def _with_file_names(tensors: Sequence[TensorSignature], file_tensors: Sequence[TensorSignature]) -> Tuple[TensorSignature, ...]:
+    if len(tensors) != len(file_tensors):
+        raise BuildError(f"expected {len(file_tensors)} tensors as the file has, got {len(tensors)} of the built model")
+    return tuple(dataclasses.replace(built, name=each.name) for built, each in zip(tensors, file_tensors))

@@ -13,25 +13,25 @@ from weightd.protocol import limits
 from weightd.protocol.messages.data import TensorSignature
 from weightd.worker.engines.engine import Gears
 
-Place = Tuple[str, int]
+DimPosition = Tuple[str, int]
 
 _SIZE = re.compile(r"[0-9]{1,9}")
 
 
-def recorded(inputs: Sequence[TensorSignature], dynamic_dims: str, input_shape: str) -> Gears:
+def parse_gears(inputs: Sequence[TensorSignature], dynamic_dims: str, input_shape: str) -> Gears:
     """Return the gears; none where the texts are not understood, or not about these inputs: then the card decides."""
-    places = [(each.name, axis) for each in inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
-    given = _free(input_shape)
-    if not dynamic_dims or sorted(given) != sorted(places):
+    model_dims = [(each.name, axis) for each in inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
+    recorded_dims = _free_dims(input_shape)
+    if not dynamic_dims or sorted(recorded_dims) != sorted(model_dims):
         return ()
     gears: List[Tuple[int, ...]] = []
     for text in dynamic_dims.strip("\"' ;").split(";"):
         sizes = [each.strip(" []") for each in text.split(",")]
-        if len(sizes) != len(given) or not all(map(_is_size, sizes)):
+        if len(sizes) != len(recorded_dims) or not all(map(_is_size, sizes)):
             return ()
-        of: Dict[Place, int] = dict(zip(given, map(int, sizes)))
-        gears.append(tuple(of[place] for place in places))
-    too_many = len(gears) > limits.MAX_GEARS or len(places) > limits.MAX_GEAR_DIMS
+        of: Dict[DimPosition, int] = dict(zip(recorded_dims, map(int, sizes)))
+        gears.append(tuple(of[place] for place in model_dims))
+    too_many = len(gears) > limits.MAX_GEARS or len(model_dims) > limits.MAX_GEAR_DIMS
     return () if too_many else tuple(gears)
 
 
@@ -39,9 +39,9 @@ def _is_size(text: str) -> bool:
     return _SIZE.fullmatch(text) is not None and 0 < int(text) <= limits.MAX_GEAR_SIZE
 
 
-def _free(input_shape: str) -> List[Place]:
-    places: List[Place] = []
+def _free_dims(input_shape: str) -> List[DimPosition]:
+    free_dims: List[DimPosition] = []
     for text in filter(None, input_shape.strip("\"' ;").split(";")):
         name, _, dims = text.rpartition(":")
-        places += [(name.strip(), axis) for axis, dim in enumerate(dims.split(",")) if dim.strip(" []") == "-1"]
-    return places
+        free_dims += [(name.strip(), axis) for axis, dim in enumerate(dims.split(",")) if dim.strip(" []") == "-1"]
+    return free_dims

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from weightd.worker.engines.engine import Settings
 from weightd.worker.engines.errors import BuildError, EngineMissing, NoRoom
-from weightd.worker.engines.mindspore_lite.ascend import NO_ROOM, MindSporeLiteAscend
+from weightd.worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 
 # The library's ModelGroupFlag.
 _FLAGS: Dict[str, str] = {
@@ -26,7 +26,7 @@ _FLAGS: Dict[str, str] = {
     "both": "SHARE_WEIGHT_WORKSPACE",
 }
 
-_OLD = "mindspore_lite {} has no groups of models; install 2.1 or later"
+_TOO_OLD = "mindspore_lite {} has no groups of models; install 2.1 or later"
 
 
 class ModelGroup:
@@ -52,12 +52,12 @@ class ModelGroup:
         card = settings[0].card if settings else None
         if card is None:
             raise BuildError(f"device: a group of models runs on a card, expected ascend:N, got {device!r}")
-        self.engines: List[_Member] = [_Member(each, card) for each in settings]
+        self.engines: List[_GroupModel] = [_GroupModel(each, card) for each in settings]
         self._paths = [path for path, _ in models]
         self._flag = _FLAGS[share]
         library = self.engines[0].library
         if not hasattr(library, "ModelGroup"):
-            raise EngineMissing(_OLD.format(library.__version__))
+            raise EngineMissing(_TOO_OLD.format(library.__version__))
 
     def build(self) -> None:
         """Add, calculate, and build each.
@@ -73,13 +73,13 @@ class ModelGroup:
             with first.log.cause_of(BuildError):
                 self._group.cal_max_size_of_workspace(library.ModelType.MINDIR, first.context())
         except BuildError as error:
-            kind = NoRoom if any(each in str(error) for each in NO_ROOM) else BuildError
+            kind = NoRoom if any(each in str(error) for each in OUT_OF_MEMORY_MARKS) else BuildError
             raise kind(str(error)) from None
         for engine, path in zip(self.engines, self._paths):
             engine.build(path)
 
 
-class _Member(MindSporeLiteAscend):
+class _GroupModel(MindSporeLiteAscend):
     @property
     def library(self) -> Any:
         return self._library

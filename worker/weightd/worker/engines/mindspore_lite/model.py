@@ -57,12 +57,12 @@ class MindSporeLite(Engine):
     """
 
     name = "mindspore_lite"
-    unfit: ClassVar[Type[RequestError]] = Spoilt
+    resize_error_type: ClassVar[Type[RequestError]] = Spoilt
     """What a refused resize is, where nothing has run yet."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._options = Options.of(settings.options)
+        self._options = Options.from_mapping(settings.options)
         try:
             import mindspore_lite  # noqa: PLC0415 - only an interpreter that runs this engine has it
         except ImportError as error:
@@ -76,21 +76,21 @@ class MindSporeLite(Engine):
 
     def _build(self, model: str, context: Any, sections: Sections) -> None:
         """Build a new Model; `sections` is what the library calls config_dict."""
-        arguments: Dict[str, Any] = self._options.arguments()
+        arguments: Dict[str, Any] = self._options.build_arguments()
         if sections:
             arguments["config_dict"] = sections
         # This lets go of the one before: two at once would be two copies of the weights.
         self._model = self._library.Model()
-        with self._log.cause_of(BuildError):
+        with self._log.translate_errors(BuildError):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
-        self._learn()
+        self._read_signature()
 
-    def _learn(self) -> None:
+    def _read_signature(self) -> None:
         """Bind the inputs of what was built, and keep what it takes and gives."""
-        self._bind(self._model.get_inputs())
+        self._bind_inputs(self._model.get_inputs())
         self._signature = ModelSignature(
             tuple(_tensor_signature(each) for each in self._tensors),
-            tuple(_unless_unknown(_tensor_signature(each)) for each in self._outputs()),
+            tuple(_without_unknown_shape(_tensor_signature(each)) for each in self._output_tensors()),
         )
 
     @property
@@ -101,29 +101,29 @@ class MindSporeLite(Engine):
     def predict(self, inputs: Arrays) -> Arrays:
         """Resize where the shape is not that of the last request, run, and copy the outputs out."""
         arrays = [inputs[name] for name in self._names]
-        with self._log.cause_of(Spoilt):
+        with self._log.translate_errors(Spoilt):
             self._resize([list(array.shape) for array in arrays])
             for tensor, array in zip(self._tensors, arrays):
                 tensor.set_data_from_numpy(array)
             outputs = self._model.predict(self._tensors)
             return {name_of(each): np.array(each.get_data_to_numpy()) for each in outputs}
 
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         """Do nothing: what the library has for a predict is the model's, for as long as there is one."""
 
     def _resize(self, shapes: List[List[int]]) -> None:
         if shapes != self._shapes:
-            with self._log.cause_of(self.unfit):
+            with self._log.translate_errors(self.resize_error_type):
                 self._model.resize(self._tensors, shapes)
             # The old tensors keep the old shape.
-            self._bind(self._model.get_inputs())
+            self._bind_inputs(self._model.get_inputs())
 
-    def _bind(self, tensors: List[Any]) -> None:
+    def _bind_inputs(self, tensors: List[Any]) -> None:
         self._tensors = tensors
         self._names = [name_of(tensor) for tensor in tensors]
         self._shapes = [list(tensor.shape) for tensor in tensors]
 
-    def _outputs(self) -> List[Any]:
+    def _output_tensors(self) -> List[Any]:
         if hasattr(self._model, "get_outputs"):
             return list(self._model.get_outputs())
         # 2.0.0 has it only in the binding beneath.
@@ -144,7 +144,7 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
     return TensorSignature(name_of(tensor), datatype, _dims(tensor.shape))
 
 
-def _unless_unknown(output: TensorSignature) -> TensorSignature:
+def _without_unknown_shape(output: TensorSignature) -> TensorSignature:
     """The library says [-1] of every output, of whatever rank, whose shape depends on a free dimension."""
     return TensorSignature(output.name, output.datatype, None) if output.shape == (-1,) else output
 

@@ -41,7 +41,7 @@ class Options:
     variable_weights: bool = field(default=False, metadata=boolean())
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Options:
+    def from_mapping(cls, options: Mapping[str, Any]) -> Options:
         """Return the options of a map.
 
         Raises:
@@ -69,7 +69,7 @@ class Options:
         if self.provider:
             ascend.provider = self.provider
 
-    def arguments(self) -> Dict[str, Any]:
+    def build_arguments(self) -> Dict[str, Any]:
         """Return the arguments of `build_from_file` that these options need; no other, for 2.0 knows fewer.
 
         Raises:
@@ -89,7 +89,7 @@ def _check_config(path: str) -> None:
     try:
         lines = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, ValueError) as error:
-        raise BuildError(f"options.config_file: {path}: {_problem(error)}") from None
+        raise BuildError(f"options.config_file: {path}: {_describe_error(error)}") from None
     for line in lines:
         key = line.partition("=")[0].strip()
         if key in _SHARING_KEYS:
@@ -111,11 +111,11 @@ def _read_key(path: str) -> bytes:
                 raise BuildError(f"options.dec_key_file: {path}: expected a file of this user or root")
             key = file.read(_MAX_KEY_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise BuildError(f"options.dec_key_file: {path}: {_problem(error)}") from None
+        raise BuildError(f"options.dec_key_file: {path}: {_describe_error(error)}") from None
     if not 0 < len(key) <= _MAX_KEY_BYTES:
         raise BuildError(f"options.dec_key_file: {path}: expected a key of 1 to {_MAX_KEY_BYTES} bytes")
     return key
 
 
-def _problem(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error.strerror) if isinstance(error, OSError) else "the path holds a NUL"

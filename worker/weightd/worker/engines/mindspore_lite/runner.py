@@ -27,16 +27,16 @@ from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.data import TensorSignature
-from weightd.worker.affinity import keep_to
+from weightd.worker.affinity import set_cpu_affinity
 from weightd.worker.engines.engine import Arrays, Settings
 from weightd.worker.engines.errors import BuildError, Doubtful, Spoilt
 from weightd.worker.engines.mindspore_lite.cpu import MindSporeLiteCpu
 from weightd.worker.engines.mindspore_lite.model import name_of
-from weightd.worker.engines.mindspore_lite.shapes import Form
+from weightd.worker.engines.mindspore_lite.shapes import InputShapes
 from weightd.worker.engines.mindspore_lite.turns import Turns
 
 # So many are known not to fail by their shapes; the others run alone each time.
-_MAX_FORMS = 1024
+_MAX_KNOWN_SHAPES = 1024
 
 
 class MindSporeLiteRunner(MindSporeLiteCpu):
@@ -48,7 +48,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._is_apart = False
+        self._has_unshared_weights = False
         if self._options.dec_key_file:
             raise BuildError("options.dec_key_file: the library's runner of parallel workers takes no key")
 
@@ -59,16 +59,16 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
         """Build a new runner."""
-        self._turns = Turns()
+        self._rw_lock = Turns()
         super().build(model, pids=pids, handle=handle)
 
     def _build_model(self) -> None:
-        context, arguments = self._context(), self._options.arguments()
+        context, arguments = self._context(), self._options.build_arguments()
         cores = os.sched_getaffinity(0)
-        self._first = self._last = None
-        self._forms: Set[Form] = set()
-        self._is_spoilt = False
-        with self._log.cause_of(BuildError):
+        self._first_shapes = self._last_shapes = None
+        self._known_shapes: Set[InputShapes] = set()
+        self._is_corrupted = False
+        with self._log.translate_errors(BuildError):
             context.parallel.workers_num = self.concurrency
             if arguments:
                 context.parallel.config_path = arguments["config_path"]
@@ -76,84 +76,84 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             self._model = self._library.ModelParallelRunner()
             self._model.build_from_file(self._path, context)
         if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
-            keep_to(cores)
-        self._learn()
-        self._accounted = self._log.size()
+            set_cpu_affinity(cores)
+        self._read_signature()
+        self._checked_log_bytes = self._log.size()
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run beside others if the shapes are known to the model, else alone."""
-        form, turns = self._form_of(inputs), self._turns
+        shapes, rw_lock = self._shapes_of(inputs), self._rw_lock
         outputs: Optional[Arrays] = None
-        if self._is_known(form):
-            with turns.beside():
+        if self._are_known_shapes(shapes):
+            with rw_lock.shared():
                 # A new Model, which may have been built meanwhile, knows no shape.
-                if self._is_known(form):
+                if self._are_known_shapes(shapes):
                     outputs = self._compute(inputs)
         if outputs is None:
-            for signature, shape in zip(self._signature.inputs, form):
-                _check(signature, shape)
-            with turns.alone():
-                outputs = self._compute_changed(form, inputs)
-                if len(self._forms) < _MAX_FORMS:
-                    self._forms.add(form)
-        if self._log.size() != self._accounted:
-            self._account()
-        if self._is_spoilt:
+            for signature, shape in zip(self._signature.inputs, shapes):
+                _check_shape(signature, shape)
+            with rw_lock.exclusive():
+                outputs = self._compute_other_shapes(shapes, inputs)
+                if len(self._known_shapes) < _MAX_KNOWN_SHAPES:
+                    self._known_shapes.add(shapes)
+        if self._log.size() != self._checked_log_bytes:
+            self._check_log()
+        if self._is_corrupted:
             raise Doubtful("another predict failed while this one ran")
         return outputs
 
     @property
-    def is_apart(self) -> bool:
+    def has_unshared_weights(self) -> bool:
         """Whether a runner was built again whose pages are not shared yet."""
-        return self._is_apart
+        return self._has_unshared_weights
 
-    def share_again(self) -> None:
+    def reshare_weights(self) -> None:
         """Share the pages of a runner that was built again."""
-        self._is_apart = False
-        if self._pages is not None:
-            self._pages.attach_again()
+        self._has_unshared_weights = False
+        if self._page_sharing is not None:
+            self._page_sharing.reattach()
 
-    def _after_rebuild(self) -> None:
-        if self._pages is not None:
-            self._pages.end_build()
-            self._is_apart = True
+    def _on_rebuilt(self) -> None:
+        if self._page_sharing is not None:
+            self._page_sharing.end_build()
+            self._has_unshared_weights = True
 
-    def _is_known(self, form: Form) -> bool:
-        return form == self._first if self.by_shape else form in self._forms
+    def _are_known_shapes(self, shapes: InputShapes) -> bool:
+        return shapes == self._first_shapes if self.should_rebuild_per_shape else shapes in self._known_shapes
 
     def _compute(self, inputs: Arrays) -> Arrays:
         return self._run([inputs[name] for name in self._names])
 
     def _run(self, arrays: List[Any]) -> Arrays:
-        if self._is_spoilt:
+        if self._is_corrupted:
             raise Doubtful("another predict failed before this one began")
         try:
-            with self._log.cause_of(Spoilt):
-                tensors = [self._tensor(of, array) for of, array in zip(self._tensors, arrays)]
+            with self._log.translate_errors(Spoilt):
+                tensors = [self._make_tensor(of, array) for of, array in zip(self._tensors, arrays)]
                 outputs: Dict[str, Any] = {
                     name_of(each): each.get_data_to_numpy() for each in self._model.predict(tensors)
                 }
         except BaseException:
-            self._is_spoilt = True
+            self._is_corrupted = True
             raise
         return outputs
 
-    def _tensor(self, of: Any, array: Any) -> Any:
+    def _make_tensor(self, template: Any, array: Any) -> Any:
         tensor = self._library.Tensor()
-        tensor.name, tensor.dtype, tensor.shape = of.name, of.dtype, list(array.shape)
+        tensor.name, tensor.dtype, tensor.shape = template.name, template.dtype, list(array.shape)
         tensor.set_data_from_numpy(array)
         return tensor
 
-    def _account(self) -> None:
+    def _check_log(self) -> None:
         """The log has grown. If by errors, wait for those that run: one may have failed, and not know it yet."""
         size = self._log.size()
-        if self._log.errors_since(self._accounted):
-            with self._turns.alone():
+        if self._log.errors_since(self._checked_log_bytes):
+            with self._rw_lock.exclusive():
                 pass
-        self._accounted = size
+        self._checked_log_bytes = size
 
 
-def _check(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
+def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
     dims = signature.shape or ()
     fits = len(shape) == len(dims) and all(known in (-1, size) for known, size in zip(dims, shape))
     if not fits or 0 in shape:

@@ -19,22 +19,22 @@ from typing import List, Sequence, Tuple
 
 Shape = Tuple[int, ...]
 
-Form = Tuple[Shape, ...]
+InputShapes = Tuple[Shape, ...]
 """The shapes of all inputs, in the order in which the model declares them."""
 
 # The joined shape of two requests may be far larger than either, and its memory stays with the Model.
-_MOST_GROWTH = 4
+_MAX_GROWTH = 4
 
 
-def covers(first: Form, form: Form) -> bool:
+def covers(first: InputShapes, shapes: InputShapes) -> bool:
     """Return whether no dimension of `form` is larger than that of `first`."""
     return all(
         len(one) == len(other) and all(dim <= bound for dim, bound in zip(one, other))
-        for one, other in zip(form, first)
+        for one, other in zip(shapes, first)
     )
 
 
-def grown(first: Form, form: Form, declared: Sequence[Shape]) -> Form:
+def grow_shapes(first: InputShapes, shapes: InputShapes, declared: Sequence[Shape]) -> InputShapes:
     """Return the shapes that a new Model computes first so that it covers `form`.
 
     They cover `first` as well, so that clients with different shapes do not take turns in causing builds. A number of
@@ -45,27 +45,27 @@ def grown(first: Form, form: Form, declared: Sequence[Shape]) -> Form:
         form: the shapes of a request.
         declared: the shapes that the model declares; a free dimension is -1.
     """
-    rows = {shape[0] for shape, known in zip(form, declared) if known[:1] == (-1,)}
+    rows = {shape[0] for shape, known in zip(shapes, declared) if known[:1] == (-1,)}
     (count,) = rows if len(rows) == 1 else (0,)
     if any(known[:1] == (-1,) and shape[0] >= count for shape, known in zip(first, declared)):
         count = 0
-    joined: List[Shape] = []
-    for before, shape, known in zip(first, form, declared):
+    merged: List[Shape] = []
+    for before, shape, known in zip(first, shapes, declared):
         dims = list(map(max, shape, before)) if len(before) == len(shape) else list(shape)
         if known[:1] == (-1,):
             dims[0] = max(dims[0], _power_of_two(count))
-        joined.append(tuple(dims))
-    most = _MOST_GROWTH * max(_elements(first), _elements(form))
-    return tuple(joined) if _elements(tuple(joined)) <= most else form
+        merged.append(tuple(dims))
+    max_elements = _MAX_GROWTH * max(_element_count(first), _element_count(shapes))
+    return tuple(merged) if _element_count(tuple(merged)) <= max_elements else shapes
 
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length() if count > 0 else 0
 
 
-def _elements(form: Form) -> int:
+def _element_count(shapes: InputShapes) -> int:
     total = 0
-    for shape in form:
+    for shape in shapes:
         count = 1
         for dim in shape:
             count *= dim

@@ -11,26 +11,26 @@ class Turns:
     """One who is to be alone waits for those that run; who comes meanwhile waits at the door, as he does."""
 
     def __init__(self) -> None:
-        self._door = threading.Lock()
-        self._left = threading.Condition()
-        self._running = 0
+        self._entry_lock = threading.Lock()
+        self._reader_left = threading.Condition()
+        self._reader_count = 0
 
     @contextlib.contextmanager
-    def beside(self) -> Generator[None, None, None]:
+    def shared(self) -> Generator[None, None, None]:
         """Run beside others for a block."""
-        with self._door, self._left:
-            self._running += 1
+        with self._entry_lock, self._reader_left:
+            self._reader_count += 1
         try:
             yield
         finally:
-            with self._left:
-                self._running -= 1
-                self._left.notify()
+            with self._reader_left:
+                self._reader_count -= 1
+                self._reader_left.notify()
 
     @contextlib.contextmanager
-    def alone(self) -> Generator[None, None, None]:
+    def exclusive(self) -> Generator[None, None, None]:
         """Run alone for a block: the door is shut, so there is at most one who waits for others to leave."""
-        with self._door:
-            with self._left:
-                self._left.wait_for(lambda: not self._running)
+        with self._entry_lock:
+            with self._reader_left:
+                self._reader_left.wait_for(lambda: not self._reader_count)
             yield
