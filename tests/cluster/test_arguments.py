@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from weightd.ray.arguments import ArgumentError, read
+from weightd.ray.arguments import ArgumentError, parse_arguments
 
 DIGEST = "ab" * 32
 
 
 def test_a_command_line_has_texts_and_a_yaml_has_values() -> None:
-    told = read({"model": "/m/a.onnx", "workers": "4", "canary": "off", "batching": "{max_rows = 8}"})
-    assert told == read({"model": "/m/a.onnx", "workers": 4, "canary": "off", "batching": {"max_rows": 8}})
+    told = parse_arguments({"model": "/m/a.onnx", "workers": "4", "canary": "off", "batching": "{max_rows = 8}"})
+    assert told == parse_arguments({"model": "/m/a.onnx", "workers": 4, "canary": "off", "batching": {"max_rows": 8}})
     assert (told.model, told.name, told.table["workers"]) == ("/m/a.onnx", "a", 4)
 
 
 def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read({"model": "a.onnx"}).model == str(tmp_path / "a.onnx")
+    assert parse_arguments({"model": "a.onnx"}).model == str(tmp_path / "a.onnx")
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeyp
     ],
 )
 def test_what_follows_from_workers(args: Mapping[str, Any], most: int, cores: int) -> None:
-    told = read(args)
+    told = parse_arguments(args)
     assert (told.max_ongoing_requests, told.cores) == (most, cores)
 
 
 def test_a_published_model_has_its_digest_in_its_name() -> None:
-    told = read({"model": f"sha256:{DIGEST}", "name": "a"})
-    assert (told.published, told.sha256) == (DIGEST, DIGEST)
+    told = parse_arguments({"model": f"sha256:{DIGEST}", "name": "a"})
+    assert (told.published_digest, told.sha256) == (DIGEST, DIGEST)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
 )
 def test_what_is_wrong(args: Mapping[str, Any], problem: str) -> None:
     with pytest.raises(ArgumentError) as error:
-        read(args)
+        parse_arguments(args)
     assert str(error.value).startswith(problem)
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(ArgumentError, match=r"(?s)foo: unknown.*\nworkers: .*\nthreads: "):
-        read({"model": "a.onnx", "workers": 0, "threads": 0, "foo": 1, "name": "a"})
+        parse_arguments({"model": "a.onnx", "workers": 0, "threads": 0, "foo": 1, "name": "a"})

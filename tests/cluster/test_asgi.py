@@ -104,20 +104,20 @@ def sent(what: Callable[[asgi.Send], Awaitable[None]]) -> list[Message]:
 
 def test_an_answer_is_one_piece_with_its_headers() -> None:
     reply = Reply([b"head", memoryview(b"tail")], "a/b", 429, {"Retry-After": "1"})
-    start, body = sent(lambda send: asgi.answer(reply, "POST", send))
+    start, body = sent(lambda send: asgi.send_reply(reply, "POST", send))
     assert start["status"] == 429
     assert dict(start["headers"]) == {b"content-type": b"a/b", b"content-length": b"8", b"retry-after": b"1"}
     assert body == {"type": "http.response.body", "body": b"headtail"}
 
 
 def test_who_asks_for_the_header_alone_is_told_the_length() -> None:
-    start, body = sent(lambda send: asgi.answer(Reply([b"head"]), "HEAD", send))
+    start, body = sent(lambda send: asgi.send_reply(Reply([b"head"]), "HEAD", send))
     assert dict(start["headers"])[b"content-length"] == b"4"
     assert body["body"] == b""
 
 
 def test_begin_and_end_are_acknowledged_and_a_websocket_is_refused() -> None:
     messages = receive({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
-    told = sent(lambda send: asgi.lifespan(messages, send))
+    told = sent(lambda send: asgi.handle_lifespan(messages, send))
     assert [each["type"] for each in told] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
-    assert sent(asgi.refuse) == [{"type": "websocket.close", "code": 1003}]
+    assert sent(asgi.refuse_websocket) == [{"type": "websocket.close", "code": 1003}]

@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 def test_only_so_many_that_nobody_uses_are_kept_and_the_last_used_ones(tmp_path: Path) -> None:
     used = Cache(tmp_path).take(*model(b"used"))
     os.utime(used.path.parent.parent, (0, 0))
-    for number in range(cache.MOST_UNUSED + 2):
+    for number in range(cache.MAX_UNUSED + 2):
         taken = Cache(tmp_path).take(*model(b"%d" % number))
         taken.release()
         os.utime(taken.path.parent.parent, (number + 1, number + 1))

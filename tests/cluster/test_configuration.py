@@ -26,21 +26,21 @@ _VALUES = st.one_of(_SIMPLE, st.lists(_SIMPLE, max_size=3), st.dictionaries(st.t
 @settings(max_examples=examples(25))
 @given(st.dictionaries(st.text(min_size=1), _VALUES, max_size=3))
 def test_any_table_is_read_as_it_was_written(table: dict[str, object]) -> None:
-    text = configuration.text(Path("/d"), {"m": table})
+    text = configuration.config_text(Path("/d"), {"m": table})
     assert tomllib.loads(text)["models"]["m"] == table
 
 
 def test_all_that_a_daemon_has_is_in_its_directory() -> None:
-    config = load_text(configuration.text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml"))
+    config = load_text(configuration.config_text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml"))
     daemon = config.daemon
-    assert f"unix://{daemon.unix_socket}" == configuration.address(Path("/d/x"))
+    assert f"unix://{daemon.unix_socket}" == configuration.client_address(Path("/d/x"))
     for each in (daemon.unix_socket, daemon.channel_socket, daemon.private_dir, daemon.counters_file):
         assert each.is_relative_to("/d/x")
     assert config.models["m"].workers == 2
 
 
 def test_sockets_with_paths_too_long_are_refused_before_there_is_a_daemon() -> None:
-    longest = Path("/" + "d" * (configuration.MOST_DIRECTORY_BYTES - 1))
-    load_text(configuration.text(longest, {"m": {"path": "/a.onnx"}}), Path("/w.toml"))
+    longest = Path("/" + "d" * (configuration.MAX_DIRECTORY_BYTES - 1))
+    load_text(configuration.config_text(longest, {"m": {"path": "/a.onnx"}}), Path("/w.toml"))
     with pytest.raises(InvalidArgument, match=r"directory: .* at most 83 bytes, got 84"):
-        configuration.text(Path(f"{longest}d"), {})
+        configuration.config_text(Path(f"{longest}d"), {})

@@ -9,7 +9,7 @@ import pytest
 
 from weightd.protocol.schema import label
 from weightd.ray import cache, configuration
-from weightd.ray.arguments import Arguments, read
+from weightd.ray.arguments import Arguments, parse_arguments
 from weightd.shared import tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ def test_each_argument_is_there_and_no_other() -> None:
 
 def test_bounds_are_those_of_the_code() -> None:
     room = len("/rooms/") + 8
-    assert f"has at most {configuration.MOST_DIRECTORY_BYTES - room} bytes" in PAGE
-    assert cache.MOST_UNUSED == 4
+    assert f"has at most {configuration.MAX_DIRECTORY_BYTES - room} bytes" in PAGE
+    assert cache.MAX_UNUSED == 4
     assert "the last four are kept" in PAGE
 
 
@@ -41,4 +41,4 @@ def test_the_arguments_of_the_example_are_good(name: str) -> None:
     lines = [each.partition("#")[0].strip() for each in block.splitlines()]
     args = dict(each.split(": ", 1) for each in lines if ": " in each)
     args.pop("batching", None)  # a map of YAML
-    assert label(read(args).name) == name
+    assert label(parse_arguments(args).name) == name

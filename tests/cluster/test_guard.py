@@ -25,8 +25,8 @@ __all__ = ["directory"]
 
 def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
     pauses = Pauses()
-    assert [pauses.after(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [pauses.after(60), pauses.after(59)] == [0.5, 1]
+    assert [pauses.next_delay_s(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [pauses.next_delay_s(60), pauses.next_delay_s(59)] == [0.5, 1]
 
 
 @pytest.fixture
@@ -72,18 +72,18 @@ def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
 
 
 def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
-    done = subprocess.run(guard.command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(guard.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False)
     assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
 
 
 @pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS"])
 def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory: Path) -> None:
-    command = [*surroundings.command(how), *guard.command(directory)]
+    command = [*surroundings.command(how), *guard.supervisor_command(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         # Its configuration is wrong, which its exit status says.
-        process.stdin.write(guard.order({"m": {"path": "/m.onnx", "workers": 0}}))
+        process.stdin.write(guard.encode_order({"m": {"path": "/m.onnx", "workers": 0}}))
         process.stdin.flush()
         address, starts, failed = [json.loads(line) for line in process.stdout]
     assert (address.keys(), starts) == ({"address", "pid"}, {"starts": True})
@@ -94,9 +94,9 @@ def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
-    order = guard.order({"m": {"path": "/m.onnx"}})
+    order = guard.encode_order({"m": {"path": "/m.onnx"}})
     guarded = subprocess.run(
-        guard.command(directory), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False
+        guard.supervisor_command(directory), input=order, stdout=subprocess.PIPE, preexec_fn=full, check=False
     )
     assert json.loads(guarded.stdout) == {"failed": f"{directory}: File too large"}
     assert not list((directory / "rooms").iterdir())

@@ -17,7 +17,7 @@ from weightd.protocol.messages.control import ModelReady, ReadyResponse
 from weightd.protocol.messages.data import Infer
 from weightd.protocol.messages.metrics import Metrics
 from weightd.protocol.messages.types import ClientMessage
-from weightd.ray.arguments import read
+from weightd.ray.arguments import parse_arguments
 from weightd.ray.replica import Replica
 
 __all__ = ["directory"]
@@ -52,7 +52,7 @@ class World:
         """Do something with a replica that serves."""
 
         async def within() -> Any:
-            replica = Replica(read({"address": self.daemon.address, "name": "m", **more}))
+            replica = Replica(parse_arguments({"address": self.daemon.address, "name": "m", **more}))
             await replica.start()
             try:
                 return await what(replica)
@@ -131,7 +131,7 @@ def test_nothing_is_answered_of_a_daemon_that_has_started_again_until_that_is_kn
     async def ask(replica: Replica) -> None:
         loop = asyncio.get_running_loop()
         # The request waits for a connection, say, and that is one to the next daemon.
-        world.meanwhile = lambda: loop.call_soon_threadsafe(replica.daemon_starts)
+        world.meanwhile = lambda: loop.call_soon_threadsafe(replica.on_daemon_start)
         world.sha256 = OTHER
         with pytest.raises(Unavailable, match="is started again"):
             await replica.infer({"x": np.ones(1, np.float32)})
@@ -141,14 +141,14 @@ def test_nothing_is_answered_of_a_daemon_that_has_started_again_until_that_is_kn
 
 def test_what_a_daemon_has_said_that_is_no_more_says_nothing_of_the_next(world: World) -> None:
     async def start() -> None:
-        replica = Replica(read({"address": world.daemon.address, "name": "m", "sha256": GOOD}))
+        replica = Replica(parse_arguments({"address": world.daemon.address, "name": "m", "sha256": GOOD}))
         loop = asyncio.get_running_loop()
         world.sha256 = OTHER
 
         def starts_again() -> None:
             world.meanwhile = lambda: None
             world.sha256 = GOOD
-            loop.call_soon_threadsafe(replica.daemon_starts)
+            loop.call_soon_threadsafe(replica.on_daemon_start)
 
         world.meanwhile = starts_again
         await replica.start()
@@ -162,7 +162,7 @@ def test_it_serves_when_a_worker_does_and_not_before(world: World) -> None:
     world.ready = False
 
     async def start() -> None:
-        replica = Replica(read({"address": world.daemon.address, "name": "m"}))
+        replica = Replica(parse_arguments({"address": world.daemon.address, "name": "m"}))
         starting = asyncio.create_task(replica.start())
         while world.daemon.seen.qsize() < 4:
             await asyncio.sleep(0.01)

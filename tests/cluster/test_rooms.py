@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 from textwrap import indent
 
-from weightd.ray.rooms import room
+from weightd.ray.rooms import work_dir
 
 
 def there(base: Path) -> list[str]:
@@ -17,7 +17,7 @@ def there(base: Path) -> list[str]:
 
 
 def test_several_are_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
-    with room(tmp_path / "b") as one, room(tmp_path / "b") as other:
+    with work_dir(tmp_path / "b") as one, work_dir(tmp_path / "b") as other:
         assert there(tmp_path / "b") == sorted([one.path.name, other.path.name])
         assert one.path.stat().st_mode & 0o777 == 0o700
     assert there(tmp_path / "b") == []
@@ -44,11 +44,11 @@ def test_what_a_killed_one_has_left_goes_as_soon_as_nobody_holds_it(tmp_path: Pa
     with another(tmp_path, "(mine.path / 'cache').mkdir()\nos.kill(os.getpid(), 9)"):
         pass
     assert len(there(tmp_path)) == 1
-    with room(tmp_path) as mine:
+    with work_dir(tmp_path) as mine:
         assert there(tmp_path) == [mine.path.name]
 
 
 def test_a_daemon_that_still_lives_keeps_the_directory(tmp_path: Path) -> None:
     # What has inherited the lock lives on.
-    with another(tmp_path, "if os.fork(): os._exit(0)\nos.read(0, 1)"), room(tmp_path):
+    with another(tmp_path, "if os.fork(): os._exit(0)\nos.read(0, 1)"), work_dir(tmp_path):
         assert len(there(tmp_path)) == 2

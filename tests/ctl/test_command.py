@@ -15,7 +15,7 @@ import pytest
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, silent
 from weightd.ctl import exits
-from weightd.ctl.command import VERBS, main
+from weightd.ctl.command import COMMANDS, main
 from weightd.protocol.messages.data import Infer
 
 from .conftest import Ctl, X, fails, outputs, reports
@@ -207,7 +207,7 @@ def test_an_input_that_is_given_twice(alone: Ctl, x: str) -> None:
     assert "'x' is given twice" in ran.err
 
 
-@pytest.mark.parametrize("verb", ["", *VERBS])
+@pytest.mark.parametrize("verb", ["", *COMMANDS])
 def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
     ran = alone(*verb.split(), "--help")
     assert ran.status == exits.OK

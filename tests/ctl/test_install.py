@@ -138,7 +138,7 @@ def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> Non
 
 
 def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
-    assert [str(each.path) for each in plan.plan(units, manual, WEIGHTD)] == [
+    assert [str(each.path) for each in plan.make_plan(units, manual, WEIGHTD)] == [
         "/etc/systemd/system/new.service",
         "/etc/systemd/system/new.slice",
         "/etc/systemd/system/new.socket",
@@ -152,7 +152,7 @@ def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
         "/usr/local/share/man/man8/weightd.8",
     ]
     # Sockets are enabled first, and nothing that nothing wants.
-    assert plan.enabled(plan.plan(units, manual, WEIGHTD)) == ["new.socket", "new.service"]
+    assert plan.units_to_enable(plan.make_plan(units, manual, WEIGHTD)) == ["new.socket", "new.service"]
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
 )
 def test_units_start_the_program_of_this_installation(units: Path, manual: Path, line: str, installed: str) -> None:
     (units / "new.service").write_text(f"[Service]\n{line}\n")
-    [unit] = [each for each in plan.plan(units, manual, WEIGHTD) if each.path.name == "new.service"]
+    [unit] = [each for each in plan.make_plan(units, manual, WEIGHTD) if each.path.name == "new.service"]
     assert unit.content.decode().splitlines()[2] == installed
 
 
 def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Path) -> None:
-    for each in plan.plan(units, manual, WEIGHTD):
+    for each in plan.make_plan(units, manual, WEIGHTD):
         first = each.content.decode().splitlines()[0]
         assert plan.is_ours(each.content)
         comment = '.\\"' if "/man/" in str(each.path) else "#"
@@ -184,8 +184,8 @@ def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Pat
 
 @pytest.mark.skipif(not UNITS.is_dir(), reason="the units are in the repository")
 def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Path) -> None:
-    assert plan.source() == UNITS
-    planned = plan.plan(plan.source(), manual, WEIGHTD)
+    assert plan.units_source() == UNITS
+    planned = plan.make_plan(plan.units_source(), manual, WEIGHTD)
     starting = [each for each in planned if b"\nExecStart=" in each.content]
     assert "weightd.service" in [each.path.name for each in starting]
     for each in starting:
@@ -195,7 +195,7 @@ def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Pat
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-OURS = plan.mark(Path("etc/x.service"), b"text\n")
+OURS = plan.add_notice(Path("etc/x.service"), b"text\n")
 
 
 def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
@@ -203,15 +203,15 @@ def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
     old_mask = os.umask(0o077)
     try:
         assert files.compare(path, OURS) is State.NEW
-        assert files.put(path, OURS) is State.NEW
+        assert files.install(path, OURS) is State.NEW
     finally:
         os.umask(old_mask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
     before = path.stat().st_ino
-    assert files.put(path, OURS) is State.UNCHANGED
+    assert files.install(path, OURS) is State.UNCHANGED
     assert path.stat().st_ino == before
-    assert files.put(path, OURS + b"more\n") is State.CHANGED
+    assert files.install(path, OURS + b"more\n") is State.CHANGED
     assert path.read_bytes() == OURS + b"more\n"
     assert tree(tmp_path) == ["a/b/x.service"]
 
@@ -226,23 +226,23 @@ def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     ):
         made()
         before = (path.is_symlink(), path.read_bytes())
-        assert files.put(path, OURS + b"more\n") is State.KEPT
+        assert files.install(path, OURS + b"more\n") is State.KEPT
         assert (path.is_symlink(), path.read_bytes()) == before
         path.unlink()
     path.mkdir()
-    assert files.put(path, OURS) is State.KEPT
+    assert files.install(path, OURS) is State.KEPT
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.service"
-    files.put(path, OURS)
+    files.install(path, OURS)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(files.Refused, match=f"^{path}: No space left on device$") as caught:
-        files.put(path, OURS + b"more\n")
+        files.install(path, OURS + b"more\n")
     assert caught.value.status == exits.CANNOT_WRITE
     assert path.read_bytes() == OURS
     assert tree(tmp_path) == ["x.service"]
@@ -363,7 +363,7 @@ def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeyp
     weightd.parent.rename(odd)
     monkeypatch.setattr(sys, "argv", [str(odd / "weightctl")])
     with pytest.raises(program.NoProgram, match="100% mine/weightd: expected a path of"):
-        program.find()
+        program.find_weightd()
 
 
 def test_a_daemon_that_does_not_run(tmp_path: Path, python: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from testkit import looks
 from testkit.fakedaemon import FakeDaemon, silent
 from weightd.ctl import exits
-from weightd.ctl.text import moment
+from weightd.ctl.text import local_time
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import Unavailable
 from weightd.protocol.messages.journal import Event, Events, EventsResponse, Logs, LogsResponse, LogTail
@@ -44,8 +44,8 @@ def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) ->
     ran = ctl("events", "m")
     assert ran.out.splitlines() == [
         "(4 events before that are forgotten)",
-        f"{moment(OLD.time)} info    m.1: serving",
-        f"{moment(NEW.time)} warning m.1.w1 lost:\\x1b[2J killed",
+        f"{local_time(OLD.time)} info    m.1: serving",
+        f"{local_time(NEW.time)} warning m.1.w1 lost:\\x1b[2J killed",
     ]
     asked = [daemon.next()[0] for _ in range(2)]
     assert [(each.after, each.model_name) for each in asked if isinstance(each, Events)] == [(0, "m"), (5, "m")]
@@ -95,7 +95,7 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
     assert ctl("logs", "m", "--process", "p", "-n", "7").out.splitlines() == [
         "2 processes more that wrote before: --process shows one",
         "m.1.holder: nothing",
-        f"m.1.w1: 24,000 bytes, the last at {moment(NOW)}",
+        f"m.1.w1: 24,000 bytes, the last at {local_time(NOW)}",
         "  first",
         "  \\x1b[2Jsecond",
     ]

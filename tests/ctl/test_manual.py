@@ -45,7 +45,7 @@ def test_each_exit_status_is_there() -> None:
 
 
 def test_each_verb_and_option_is_completed() -> None:
-    script = manual.bash(parser())
+    script = manual.bash_completion(parser())
     for command, argument in declared():
         for flag in argument.flags:
             assert re.search(rf"\({'' if command == 'weightctl' else command}(''| *)\) options='[^']*{flag}\b", script)

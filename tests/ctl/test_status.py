@@ -9,7 +9,7 @@ import pytest
 from weightd.client import NotFound
 from weightd.ctl import exits
 from weightd.ctl.status.render import as_json, render
-from weightd.ctl.status.verb import exit_status, only, pss_total
+from weightd.ctl.status.verb import exit_status, filter_model, pss_total
 from weightd.ctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd.protocol.messages.status import (
@@ -297,9 +297,9 @@ def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
 
 def test_one_model_of_several() -> None:
     whole = response(DIGITS, FAILED)
-    assert [model.name for model in only(whole, "bad").models] == ["bad"]
+    assert [model.name for model in filter_model(whole, "bad").models] == ["bad"]
     with pytest.raises(NotFound, match="no model 'nope'; there are: digits, bad"):
-        only(whole, "nope")
+        filter_model(whole, "nope")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from hypothesis.extra import numpy as hnp
 
 from weightd.gateway.arrays import (
     DTYPES,
-    checked_datatype,
-    checked_shape,
+    check_datatype,
+    check_shape,
     datatype_of,
     from_bytes,
     from_values,
-    size_of,
+    nbytes_of,
     to_values,
 )
 from weightd.protocol import limits
@@ -39,7 +39,7 @@ def arrays(draw: st.DrawFn, datatypes: list[str], *, finite: bool) -> Any:
 def test_bytes_are_the_tensor_bit_for_bit(array: Any) -> None:
     content = bytes(frame_of(array))
     datatype = datatype_of(array)
-    assert len(content) == size_of("x", datatype, list(array.shape))
+    assert len(content) == nbytes_of("x", datatype, list(array.shape))
     again = from_bytes("x", datatype, array.shape, memoryview(content))
     assert (again.shape, again.tobytes(), datatype_of(again)) == (array.shape, array.tobytes(), datatype)
 
@@ -102,19 +102,19 @@ def test_whole_numbers_of_floating_point_are_integers(datatype: str) -> None:
 @pytest.mark.parametrize("datatype", ["BYTES", "BF16", "fp32", "", None, 7, ["FP32"]])
 def test_what_is_no_datatype_here(datatype: object) -> None:
     with pytest.raises(InvalidArgument, match="x: datatype: expected one of BOOL, UINT8"):
-        checked_datatype("x", datatype)
+        check_datatype("x", datatype)
 
 
 @pytest.mark.parametrize("shape", [None, 1, "12", [-1], [1.0], [True], [2**40 + 1], [1] * 17, {"0": 1}])
 def test_what_is_no_shape(shape: object) -> None:
     with pytest.raises(InvalidArgument, match="x: shape: expected"):
-        checked_shape("x", shape)
+        check_shape("x", shape)
 
 
 @pytest.mark.parametrize("shape", [[limits.MAX_DIM] * limits.MAX_RANK, [0, limits.MAX_DIM, limits.MAX_DIM]])
 def test_a_shape_that_nobody_could_describe_is_refused_even_if_it_is_empty(shape: list[int]) -> None:
     with pytest.raises(InvalidArgument, match="x: shape: expected at most"):
-        size_of("x", "FP64", shape)
+        nbytes_of("x", "FP64", shape)
 
 
 def test_bytes_of_another_length_and_booleans_that_are_none() -> None:

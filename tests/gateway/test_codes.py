@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightd.client import ClientClosed
-from weightd.gateway.codes import STATUSES, TooLarge, retry_after, status_of, told
+from weightd.gateway.codes import STATUSES, TooLarge, retry_after, status_of, to_request_error
 from weightd.protocol.errors import (
     ERRORS,
     Internal,
@@ -59,9 +59,9 @@ def test_seconds_to_wait_are_rounded_up() -> None:
 def test_what_the_client_says_to_this_process_has_a_code_for_the_caller(
     error: WeightdError, kind: type[WeightdError]
 ) -> None:
-    assert type(told(error)) is kind
+    assert type(to_request_error(error)) is kind
 
 
 def test_an_error_of_the_daemon_is_told_as_it_is() -> None:
     error = NotFound("no model")
-    assert told(error) is error
+    assert to_request_error(error) is error

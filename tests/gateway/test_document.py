@@ -14,7 +14,7 @@ from weightd.gateway.codes import STATUSES
 from weightd.gateway.config.load import parse
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.rest import api, form
-from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.rest.routes import Verb, parse_route
 from weightd.shared import tables
 from weightd.shared.tables import Problems
 
@@ -35,9 +35,9 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_each_path_is_there_and_is_answered() -> None:
     told = {
-        route(path.replace("{model}", "m").replace("{region}", "r")).methods[method] for method, path, _ in rows("HTTP")
+        parse_route(path.replace("{model}", "m").replace("{region}", "r")).methods[method] for method, path, _ in rows("HTTP")
     }
-    assert told == {*Verb} - {Verb.SET, Verb.CUDA_REGISTER}
+    assert told == {*Verb} - {Verb.CHANGE_SETTING, Verb.CUDA_REGISTER}
 
 
 def test_each_code_is_there_with_its_status() -> None:
@@ -56,9 +56,9 @@ def test_the_bounds_are_those_of_the_configuration() -> None:
 def test_so_are_those_of_no_configuration() -> None:
     text = " ".join(TEXT.split())
     for sentence in (
-        f"JSON of more than {form.MOST_JSON_BYTES >> 20} MiB, of more than {arrays.MOST_VALUES:,} values",
-        f"or of more than {form.MOST_KEYS:,} keys of maps",
-        f"429 where {api.MOST_PROBES} wait for that already",
+        f"JSON of more than {form.MAX_JSON_BYTES >> 20} MiB, of more than {arrays.MAX_VALUES:,} values",
+        f"or of more than {form.MAX_KEYS:,} keys of maps",
+        f"429 where {api.MAX_PROBES} wait for that already",
     ):
         assert sentence in text
 

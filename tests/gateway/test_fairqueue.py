@@ -40,7 +40,7 @@ def test_users_that_are_not_ahead_are_forgotten() -> None:
     for _ in range(3):
         queue.put("a", 0)
         queue.charge(queue.get()[0], 1.0)
-    assert len(queue._used) == 1
+    assert len(queue._used_s) == 1
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 1.0)), min_size=1, max_size=60))

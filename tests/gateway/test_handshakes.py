@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testkit.certificates import AUTHORITY, SERVER
-from weightd.gateway.handshakes import SHARE, Handshakes, Pace, Places
+from weightd.gateway.handshakes import LOOP_SHARE, Handshakes, Pace, Places
 from weightd.shared.peers import Peer
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
@@ -21,7 +21,7 @@ A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 class World:
     """Time that passes in work, and until the next call that is due."""
 
-    def __init__(self, share: float = SHARE) -> None:
+    def __init__(self, share: float = LOOP_SHARE) -> None:
         self.now = 0.0
         self.busy = 0.0
         self.due: list[tuple[float, Callable[[], None]]] = []
@@ -48,7 +48,7 @@ def test_all_work_is_done_within_its_share_of_the_time(wanted: list[tuple[str, f
         world.want(key, seconds)
     while world.due:
         world.step()
-        assert world.busy <= SHARE * world.now + 0.01
+        assert world.busy <= LOOP_SHARE * world.now + 0.01
     assert sorted(world.done) == sorted(key for key, _ in wanted)
 
 
@@ -95,16 +95,16 @@ def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]
             places.take(key, begin)
         elif mine := [each for each in has + waits if each[0] == key]:
             (waits if mine[-1] in waits else has).remove(mine[-1])
-            places.give(*mine[-1])
+            places.release(*mine[-1])
         assert len(has) <= 8
         assert all(any(key == each for each, _ in has) for key, _ in waits), (
             "the first of a peer waits for no other peer"
         )
     for each in [*has]:
         has.remove(each)
-        places.give(*each)
+        places.release(*each)
     while has:
-        places.give(*has.pop())
+        places.release(*has.pop())
     assert not waits
 
 
@@ -171,10 +171,10 @@ def test_what_follows_the_handshake_at_once_reaches_the_protocol(
             while not flight:
                 client.incoming.write(await loop.sock_recv(far, 65536))
                 flight = client.sends()
-            assert handshakes.taken == 1
+            assert handshakes.in_progress == 1
             await loop.sock_sendall(far, flight + client.says(b"ping"))
             await task
-            assert handshakes.taken == 0
+            assert handshakes.in_progress == 0
             answer = b""
             while not answer:
                 client.incoming.write(await loop.sock_recv(far, 65536))
@@ -201,7 +201,7 @@ def test_a_peer_has_a_share_of_the_handshakes_under_way(contexts: tuple[ssl.SSLC
         for far in (other, *(far for far, _ in many)):
             far.close()
         await asyncio.gather(task, *(each for _, each in many), return_exceptions=True)
-        assert handshakes.taken == 0
+        assert handshakes.in_progress == 0
 
     asyncio.run(asyncio.wait_for(story(), 30))
 

@@ -12,10 +12,10 @@ def test_memory_is_returned_while_the_process_is_much_larger_than_it_was() -> No
     assert not growth.is_due(SMALL + GROWTH_BYTES)
     for _ in range(3):
         assert growth.is_due(LARGE)
-        growth.returned(GROWTH_BYTES)
+        growth.record_trimmed(GROWTH_BYTES)
     # Also where it has grown in the meantime, and has been at work when memory was returned.
     assert growth.is_due(2 * LARGE)
-    growth.returned(LARGE)
+    growth.record_trimmed(LARGE)
     assert growth.is_due(LARGE)
 
 
@@ -26,7 +26,7 @@ def test_where_the_memory_is_in_use_attempts_are_made_less_often() -> None:
     for _ in range(1000):
         if growth.is_due(LARGE):
             attempts += 1
-            growth.returned(0)
+            growth.record_trimmed(0)
     assert 200 < attempts < 300
     # What is large is used no more.
     assert not growth.is_due(SMALL)

@@ -55,7 +55,7 @@ def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
     async def use(helper: Helper) -> None:
         pid = await helper.run(A, os.getpid)
         with pytest.raises(InvalidArgument, match="expected a map in JSON"):
-            await helper.run(A, form.parsed, b"[")
+            await helper.run(A, form.parse_map, b"[")
         with pytest.raises(Internal, match="ZeroDivisionError"):
             await helper.run(A, divmod, 1, 0)
         assert await helper.run(A, os.getpid) == pid
@@ -134,7 +134,7 @@ def test_a_job_that_takes_too_long_fails_alone(
 ) -> None:
     async def use(made: Helper) -> None:
         pid = await made.run(A, os.getpid)
-        end = made._end
+        end = made._kill_child
 
         def end_and_allow_more() -> None:
             monkeypatch.setattr(helper, "JOB_LIMIT_S", 30.0)

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from weightd.gateway.logs import log_failure
-from weightd.gateway.rpc.calls import Context, guarded
+from weightd.gateway.rpc.calls import Context, report_errors
 
 LOG = logging.getLogger("weightd.gateway.test")
 
@@ -42,7 +42,7 @@ def test_an_error_that_a_caller_causes_again_and_again_is_logged_once(caplog: py
 
 
 def test_calls_that_fail_again_and_again_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    @guarded
+    @report_errors
     async def handle(messages: object, context: Context) -> None:
         raise NewError
 

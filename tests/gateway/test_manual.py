@@ -48,7 +48,7 @@ def test_each_key_is_there() -> None:
 def test_the_file_to_begin_with_lets_this_host_ask(written: Path) -> None:
     path = written / "examples" / "gateway.toml"
     config, identities = load(path)
-    assert identities.of() == Caller(None, "anonymous")
+    assert identities.authenticate() == Caller(None, "anonymous")
     # What is commented out is what holds without it.
     path.write_text(re.sub(r'(?m)^# (\w+ = (?!"").)', r"\1", path.read_text("utf-8").partition("# [cert")[0]), "utf-8")
     assert load(path)[0] == config

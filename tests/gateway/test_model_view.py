@@ -126,4 +126,4 @@ def test_the_index_of_the_repository() -> None:
         ("ocr", "LOADING"),
         ("bad", "UNAVAILABLE"),
     ]
-    assert [each["name"] for each in repository_index(METRICS, ready=True)] == ["digits"]
+    assert [each["name"] for each in repository_index(METRICS, only_ready=True)] == ["digits"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightd.gateway.callers import Caller
-from weightd.gateway.regions import MOST_OF_CALLER, Regions
+from weightd.gateway.regions import MAX_REGIONS_PER_CALLER, Regions
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 
 ANN = Caller("a", "ann")
@@ -33,7 +33,7 @@ def descriptors_of_this_process() -> int:
 def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: Regions) -> None:
     regions.register(ANN, "in", "/input", 10, 50)
     assert regions.status(ANN) == [{"name": "in", "key": "/input", "offset": 10, "byte_size": 50}]
-    region, offset, nbytes = regions.place(ANN, "in", 5, 3)
+    region, offset, nbytes = regions.resolve(ANN, "in", 5, 3)
     into = bytearray(nbytes)
     region.read(offset, memoryview(into))
     assert into == bytes([15, 16, 17])
@@ -50,7 +50,7 @@ def test_nobody_finds_another_s(regions: Regions) -> None:
     assert len(regions.status(ANN)) == 1
     for name in ("in", "none"):
         with pytest.raises(NotFound, match=f"no region {name} is registered by this caller"):
-            regions.place(BEN, name, 0, 1)
+            regions.resolve(BEN, name, 0, 1)
 
 
 def test_one_of_several_is_unregistered_or_all(regions: Regions) -> None:
@@ -107,16 +107,16 @@ def test_a_file_of_another_user_is_none(shm: Path, regions: Regions) -> None:
 
 def test_a_tensor_is_within_its_region(regions: Regions) -> None:
     regions.register(ANN, "in", "input", 90, 10)
-    regions.place(ANN, "in", 9, 1)
-    regions.place(ANN, "in", 10, 0)
+    regions.resolve(ANN, "in", 9, 1)
+    regions.resolve(ANN, "in", 10, 0)
     for offset, nbytes in ((9, 2), (2**62, 2**62), (-1, 1), (0, "1"), (0, True)):
         with pytest.raises(InvalidArgument):
-            regions.place(ANN, "in", offset, nbytes)
+            regions.resolve(ANN, "in", offset, nbytes)
 
 
 def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: Regions) -> None:
     regions.register(ANN, "in", "input", 0, 100)
-    region = regions.place(ANN, "in", 0, 100).region
+    region = regions.resolve(ANN, "in", 0, 100).region
     os.truncate(shm / "input", 10)
     with pytest.raises(InvalidArgument, match="shorter than it was"):
         region.read(0, memoryview(bytearray(100)))
@@ -128,7 +128,7 @@ def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: Regions) -> Non
 def test_a_region_that_is_in_use_stays_until_it_is_not(regions: Regions) -> None:
     descriptors = descriptors_of_this_process()
     regions.register(ANN, "in", "input", 0, 100)
-    place = regions.place(ANN, "in", 0, 100)
+    place = regions.resolve(ANN, "in", 0, 100)
     regions.unregister(ANN)
     place.region.write(0, memoryview(b"x"))
     assert descriptors_of_this_process() == descriptors + 1
@@ -137,7 +137,7 @@ def test_a_region_that_is_in_use_stays_until_it_is_not(regions: Regions) -> None
 
 
 def test_a_caller_has_so_many_and_no_two_of_a_name(regions: Regions) -> None:
-    for index in range(MOST_OF_CALLER):
+    for index in range(MAX_REGIONS_PER_CALLER):
         regions.register(ANN, str(index), "input", 0, 1)
     with pytest.raises(ResourceExhausted):
         regions.register(ANN, "more", "input", 0, 1)
@@ -154,7 +154,7 @@ def test_where_it_is_off_nobody_has_any(shm: Path) -> None:
         lambda: regions.register(ANN, "in", "input", 0, 1),
         lambda: regions.unregister(ANN),
         lambda: regions.status(ANN),
-        lambda: regions.place(ANN, "in", 0, 1),
+        lambda: regions.resolve(ANN, "in", 0, 1),
     ):
         with pytest.raises(InvalidArgument, match="shared memory is off"):
             ask()

@@ -88,7 +88,7 @@ def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
     array = np.arange(100_000.0)
 
     async def infer(service: Service) -> Any:
-        room = service.room(ANN, array.nbytes)
+        room = service.allocate(ANN, array.nbytes)
         room[:] = array.view(np.uint8)
         return await service.infer(ANN, Question("m", {"x": np.ndarray(array.shape, array.dtype, memoryview(room))}))
 

@@ -16,9 +16,9 @@ def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> N
     assert sum(shares.take(EVE) for _ in range(1000)) == 192
     assert sum(shares.take(ALICE) for _ in range(1000)) == 48
     assert sum(shares.take(BOB) for _ in range(1000)) == 12
-    assert shares.taken == 252
+    assert shares.in_use == 252
     for _ in range(192):
-        shares.give(EVE)
+        shares.release(EVE)
     assert sum(shares.take(EVE) for _ in range(1000)) == 147
 
 
@@ -31,7 +31,7 @@ def test_callers_of_one_tenant_are_one_and_those_of_none_are_told_apart() -> Non
 def test_whoever_asks_has_no_share() -> None:
     shares = Shares(4)
     assert [shares.take(None) for _ in range(5)] == [True] * 4 + [False]
-    shares.give(None)
+    shares.release(None)
     assert shares.take(ALICE)
 
 
@@ -39,7 +39,7 @@ def test_the_first_of_a_caller_may_be_all_there_is() -> None:
     shares = Shares(100)
     assert shares.take(ALICE, 100)
     assert not shares.take(BOB)
-    shares.give(ALICE, 100)
+    shares.release(ALICE, 100)
     assert shares.take(BOB)
 
 
@@ -49,9 +49,9 @@ def test_the_last_place_is_for_who_has_none(most: int, steps: list[tuple[Caller,
     for who, count in steps:
         if count < 0:
             given_back = min(-count, has[who])
-            shares.give(who, given_back)
+            shares.release(who, given_back)
             has[who] -= given_back
         elif count and shares.take(who, count):
             has[who] += count
-            assert has[who] == count or shares.taken < most
-        assert shares.taken == sum(has.values()) <= most
+            assert has[who] == count or shares.in_use < most
+        assert shares.in_use == sum(has.values()) <= most

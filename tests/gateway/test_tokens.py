@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.callers import Caller
-from weightd.gateway.tokens import TokenFileError, parse, read
+from weightd.gateway.tokens import TokenFileError, parse_tokens, read_tokens
 
 ONE = hashlib.sha256(b"one").hexdigest()
 TWO = hashlib.sha256(b"two").hexdigest()
@@ -20,7 +20,7 @@ TWO = hashlib.sha256(b"two").hexdigest()
 def test_each_line_is_a_caller(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# of the shop\n\n{ONE} research alice\n  {TWO.upper()}  -\n", "utf-8")
-    assert read(path) == {
+    assert read_tokens(path) == {
         bytes.fromhex(ONE): Caller("research", "alice"),
         bytes.fromhex(TWO): Caller(None, f"token {TWO[:8].upper()}"),
     }
@@ -38,45 +38,45 @@ def test_each_line_is_a_caller(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_is_told_by_its_number(line: str, problem: str) -> None:
     with pytest.raises(TokenFileError, match=f"^tokens: line 2: {problem}"):
-        parse(f"{TWO} research\n{line}\n", "tokens")
+        parse_tokens(f"{TWO} research\n{line}\n", "tokens")
 
 
 def test_a_token_that_is_there_twice_is_nobodys() -> None:
     with pytest.raises(TokenFileError, match="line 2: this token is there already"):
-        parse(f"{ONE} research\n{ONE.upper()} sales\n", "tokens")
+        parse_tokens(f"{ONE} research\n{ONE.upper()} sales\n", "tokens")
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(TokenFileError) as caught:
-        parse(f"x\n{ONE} research\ny\n", "tokens")
+        parse_tokens(f"x\n{ONE} research\ny\n", "tokens")
     assert len(caught.value.problems) == 2
 
 
 def test_somebody_who_writes_the_token_itself_does_not_find_it_in_the_log() -> None:
     with pytest.raises(TokenFileError) as caught:
-        parse("my-secret-token research\n", "tokens")
+        parse_tokens("my-secret-token research\n", "tokens")
     assert "secret" not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TokenFileError, match="No such file"):
-        read(tmp_path / "none")
+        read_tokens(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(TokenFileError, match="expected a regular file"):
-        read(tmp_path / "pipe")
+        read_tokens(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(TokenFileError, match="expected a file of at most 67,108,864 bytes"):
-        read(tmp_path / "huge")
+        read_tokens(tmp_path / "huge")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TokenFileError, match="expected text in UTF-8"):
-        read(tmp_path / "bytes")
+        read_tokens(tmp_path / "bytes")
 
 
 @given(st.text(max_size=300))
 def test_any_text_is_callers_or_problems(text: str) -> None:
     try:
-        callers = parse(text, "tokens")
+        callers = parse_tokens(text, "tokens")
     except TokenFileError:
         return
     assert all(len(each) == 32 for each in callers)

@@ -6,7 +6,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.turns import PASSES, PIECE_S, SLICE_S, Piece, Turns
+from weightd.gateway.turns import PIPELINE_PASSES, CHUNK_S, SLICE_S, Piece, Turns
 
 
 class World:
@@ -81,25 +81,25 @@ def test_work_that_fails_leaves_the_rest() -> None:
 def test_of_requests_that_were_sent_ahead_one_begins_in_some_passes() -> None:
     world = World()
     for key in "aaab":
-        world.turns.ahead.run(key, partial(world.done.append, key))
+        world.turns.pipelined.run(key, partial(world.done.append, key))
     begun = [len(world.done)]
-    for _ in range(4 * PASSES):
+    for _ in range(4 * PIPELINE_PASSES):
         world.one_pass()
         begun.append(len(world.done))
-    assert begun == [1] * PASSES + [2] * PASSES + [3] * PASSES + [4] * (PASSES + 1)
+    assert begun == [1] * PIPELINE_PASSES + [2] * PIPELINE_PASSES + [3] * PIPELINE_PASSES + [4] * (PIPELINE_PASSES + 1)
     assert world.done == ["a", "a", "b", "a"]
     assert not world.next, "an idle loop has nothing to do"
-    world.turns.ahead.run("b", partial(world.done.append, "b"))
+    world.turns.pipelined.run("b", partial(world.done.append, "b"))
     assert world.done[-1] == "b"
 
 
 def test_pieces_are_as_large_as_a_their_time_allows() -> None:
     piece = Piece()
     for _ in range(20):
-        piece.took(piece.size, 2 * PIECE_S)
-    assert piece.size == Piece.LEAST
-    piece.took(piece.size - 1, 0.0)
-    assert piece.size == Piece.LEAST, "a piece that was not full says nothing"
+        piece.on_parsed(piece.size_bytes, 2 * CHUNK_S)
+    assert piece.size_bytes == Piece.MIN_BYTES
+    piece.on_parsed(piece.size_bytes - 1, 0.0)
+    assert piece.size_bytes == Piece.MIN_BYTES, "a piece that was not full says nothing"
     for _ in range(20):
-        piece.took(piece.size, 0.0)
-    assert piece.size == Piece.MOST
+        piece.on_parsed(piece.size_bytes, 0.0)
+    assert piece.size_bytes == Piece.MAX_BYTES

@@ -15,19 +15,19 @@ import pytest
 
 from testkit.waiting import until
 from weightd.ray import guard
-from weightd.ray.rooms import room
+from weightd.ray.rooms import work_dir
 
 
 class Started:
     """A guard as a replica starts it, with a daemon that has nothing to serve: its model is no file."""
 
     def __init__(self, base: Path) -> None:
-        process = subprocess.Popen(guard.command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(guard.supervisor_command(base), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         self.leash: IO[bytes] = process.stdin
         self.reports: IO[bytes] = process.stdout
-        self.leash.write(guard.order({"m": {"path": str(base / "none.onnx")}}))
+        self.leash.write(guard.encode_order({"m": {"path": str(base / "none.onnx")}}))
         self.leash.flush()
         process.wait()
         found = json.loads(self.reports.readline())
@@ -79,7 +79,7 @@ def test_its_own_death_ends_the_daemon_and_the_next_one_removes_the_files(starte
     assert started.socket.parent.exists()
 
     def is_swept() -> bool:
-        with room(tmp_path / "b"):
+        with work_dir(tmp_path / "b"):
             return not started.socket.parent.exists()
 
     # As soon as the last process of that daemon has ended, which takes a moment more.

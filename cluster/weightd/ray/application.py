@@ -19,22 +19,22 @@ from weightd.shared.modelfile import ModelFileError, digest
 _log = logging.getLogger("weightd.ray")
 
 # Requests that may wait at each router of Serve; further ones are answered 503. As many as at a model of the daemon.
-_MOST_QUEUED = 1024
+_MAX_QUEUED = 1024
 
 # It costs the daemon two answers; after three that fail Serve takes another replica.
-_HEALTH_S = 5.0
+_HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 20.0
 
 # As long as a request may take by default, and what the daemon takes to end.
-_SHUTDOWN_S = 45.0
+_SHUTDOWN_TIMEOUT_S = 45.0
 
 
 class _Serving(Replica):
     """A replica as Serve makes, asks and ends it."""
 
     # That of Serve's wrapper is a coroutine, too.
-    async def __init__(self, told: Arguments) -> None:  # type: ignore[misc]
-        super().__init__(told)
+    async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]
+        super().__init__(arguments)
         await self.start()
 
     def __serve_build_asgi_app__(self) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
@@ -53,10 +53,10 @@ _DEPLOYMENT = serve.deployment(
     name="weightd",
     # A second one on a node would have a second copy of the weights: a daemon has as many workers as cores are worth.
     max_replicas_per_node=1,
-    max_queued_requests=_MOST_QUEUED,
-    health_check_period_s=_HEALTH_S,
+    max_queued_requests=_MAX_QUEUED,
+    health_check_period_s=_HEALTH_PERIOD_S,
     health_check_timeout_s=_HEALTH_TIMEOUT_S,
-    graceful_shutdown_timeout_s=_SHUTDOWN_S,
+    graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
 )(serve.ingress()(_Serving))
 
 
@@ -66,12 +66,12 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     Raises:
         ArgumentError: they are not usable.
     """
-    told = arguments.read(args)
-    if not (told.sha256 or told.address):
-        told = dataclasses.replace(told, sha256=_digest_of(Path(told.model)))
-    options = {"num_cpus": told.cores}
-    deployment = _DEPLOYMENT.options(max_ongoing_requests=told.max_ongoing_requests, ray_actor_options=options)
-    return deployment.bind(told)
+    parsed = arguments.parse_arguments(args)
+    if not (parsed.sha256 or parsed.address):
+        parsed = dataclasses.replace(parsed, sha256=_digest_of(Path(parsed.model)))
+    actor_options = {"num_cpus": parsed.cores}
+    deployment = _DEPLOYMENT.options(max_ongoing_requests=parsed.max_ongoing_requests, ray_actor_options=actor_options)
+    return deployment.bind(parsed)
 
 
 def _digest_of(path: Path) -> str:

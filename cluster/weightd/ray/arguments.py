@@ -27,20 +27,20 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PUBLISHED = "sha256:"
+PUBLISHED_PREFIX = "sha256:"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # Of one replica; what is beyond it waits at Serve's routers.
-_MOST_ONGOING = 65536
+_MAX_ONGOING = 65536
 
 # The daemon's queue is the place to wait: it knows deadlines and priorities, and makes rows of several of what it has.
 # A router of Serve whose replicas have all that they take asks again after pauses that grow to half a second, and what
 # waits there comes through at a tenth of the rate.
-_ONGOING_OF_WORKER = 32
-_LEAST_ONGOING = 128
+_ONGOING_PER_WORKER = 32
+_MIN_ONGOING = 128
 
-_GATEWAY: Mapping[str, Any] = {each.name: each.metadata for each in dataclasses.fields(GatewayConfig)}
+_GATEWAY_FIELDS: Mapping[str, Any] = {each.name: each.metadata for each in dataclasses.fields(GatewayConfig)}
 
 
 class ArgumentError(WeightdError):
@@ -72,17 +72,17 @@ class Arguments:
     """The directory on each host for the daemons' files and published models, on a disk. Default: `ray` in the daemon's
     own cache directory."""
 
-    max_ongoing_requests: int = field(default=0, metadata=integer(0, _MOST_ONGOING))
+    max_ongoing_requests: int = field(default=0, metadata=integer(0, _MAX_ONGOING))
     """Requests that a replica takes at once; others wait at Serve's routers. Default: 32 for each worker, at
     least 128."""
 
-    max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY["max_body_bytes"])
+    max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY_FIELDS["max_body_bytes"])
     """Bytes of a request over HTTP, once it is decompressed."""
 
-    max_memory_bytes: int = field(default=GatewayConfig.max_memory_bytes, metadata=_GATEWAY["max_memory_bytes"])
+    max_memory_bytes: int = field(default=GatewayConfig.max_memory_bytes, metadata=_GATEWAY_FIELDS["max_memory_bytes"])
     """Bytes of all requests that a replica receives or answers at once over HTTP."""
 
-    request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY["timeout"])
+    request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY_FIELDS["timeout"])
     """Seconds that a request takes at most which says nothing of that itself."""
 
     table: Mapping[str, Any] = field(
@@ -90,33 +90,33 @@ class Arguments:
     )
     """The keys of [models.NAME] that were given."""
 
-    workers_in_all: int = field(default=0, metadata=derived(integer(0, _MOST_ONGOING)))
+    workers_in_all: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
     """Worker processes of a replica; 0: they are of the host's service, and nobody knows."""
 
-    cores: int = field(default=1, metadata=derived(integer(0, _MOST_ONGOING)))
+    cores: int = field(default=1, metadata=derived(integer(0, _MAX_ONGOING)))
     """Cores that a replica keeps busy."""
 
     @property
-    def published(self) -> str:
+    def published_digest(self) -> str:
         """The digest of the published model that is to be served; "": it is a file."""
-        return self.model.removeprefix(PUBLISHED) if self.model.startswith(PUBLISHED) else ""
+        return self.model.removeprefix(PUBLISHED_PREFIX) if self.model.startswith(PUBLISHED_PREFIX) else ""
 
     @property
-    def base(self) -> Path:
+    def base_dir(self) -> Path:
         """The directory for the files of replicas."""
         return Path(self.directory or Path(default_cache_dir(), "ray"))
 
 
 # What a replica's own daemon would need, and the host's has.
-_OF_OWN = ("model", "directory")
-_OF_SERVICE = ("tenant",)
+_EMBEDDED_KEYS = ("model", "directory")
+_HOST_KEYS = ("tenant",)
 
 _MODEL_KEYS: Mapping[str, Kind] = {
     each.name: each.metadata["kind"] for each in tables.table_keys(ModelConfig) if each.name != "path"
 }
 
 
-def read(args: Mapping[str, Any]) -> Arguments:
+def parse_arguments(args: Mapping[str, Any]) -> Arguments:
     """Return what the arguments of an application say.
 
     On a command line each is a text: what should be none is read as TOML has it.
@@ -125,24 +125,24 @@ def read(args: Mapping[str, Any]) -> Arguments:
         ArgumentError: they are not usable.
     """
     problems = Problems()
-    own = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.table_keys(Arguments)}
-    known = {**own, **_MODEL_KEYS}
-    given: dict[str, Any] = {}
+    argument_kinds = {each.name: cast("Kind", each.metadata["kind"]) for each in tables.table_keys(Arguments)}
+    known_kinds = {**argument_kinds, **_MODEL_KEYS}
+    values: dict[str, Any] = {}
     for name, value in args.items():
         with problems.at(f".{label(name)}"):
-            if name not in known:
-                raise FieldError(tables.unknown_name_text("argument", str(name), known))
-            given[name] = _typed(known[name], value)
+            if name not in known_kinds:
+                raise FieldError(tables.unknown_name_text("argument", str(name), known_kinds))
+            values[name] = _parse_text(known_kinds[name], value)
     with problems.at(""):
-        arguments = tables.read_table(Arguments, {key: given[key] for key in given if key in own}, problems)
+        arguments = tables.read_table(Arguments, {key: values[key] for key in values if key in argument_kinds}, problems)
         if not problems.wrong_keys():
-            arguments = _complete(arguments, {key: given[key] for key in given if key not in own}, problems)
+            arguments = _complete(arguments, {key: values[key] for key in values if key not in argument_kinds}, problems)
     if problems.errors:
         raise ArgumentError("\n".join(map(str, problems.errors)))
     return arguments
 
 
-def _typed(kind: Kind, value: Any) -> Any:
+def _parse_text(kind: Kind, value: Any) -> Any:
     if type(value) is not str:
         return value
     try:
@@ -157,77 +157,77 @@ def _typed(kind: Kind, value: Any) -> Any:
 
 
 def _complete(arguments: Arguments, table: Mapping[str, Any], problems: Problems) -> Arguments:
-    problems.add(_together(arguments, table))
-    problems.add(_of_digests(arguments), "model")
+    problems.add(_check_combinations(arguments, table))
+    problems.add(_check_digests(arguments), "model")
     if problems.wrong_keys():
         return arguments
-    path = "" if arguments.published or not arguments.model else str(Path(arguments.model).absolute())
+    path = "" if arguments.published_digest or not arguments.model else str(Path(arguments.model).absolute())
     arguments = dataclasses.replace(
         arguments,
         model=path or arguments.model,
         name=arguments.name or Path(arguments.model).stem,
-        sha256=arguments.published or arguments.sha256,
+        sha256=arguments.published_digest or arguments.sha256,
         table=table,
     )
     workers, cores = 0, 1
     if not arguments.address:
-        model = _checked(arguments, path or f"/{_stand_in(table)}", problems)
+        model = _check_model(arguments, path or f"/{_placeholder_file(table)}", problems)
         workers = model.workers * len(model.devices)
         cores = 1 if model.is_on_cards else workers * model.threads
-    most = max(_ONGOING_OF_WORKER * workers, _LEAST_ONGOING)
+    default_ongoing = max(_ONGOING_PER_WORKER * workers, _MIN_ONGOING)
     return dataclasses.replace(
         arguments,
-        max_ongoing_requests=arguments.max_ongoing_requests or most,
+        max_ongoing_requests=arguments.max_ongoing_requests or default_ongoing,
         workers_in_all=workers,
         cores=cores,
     )
 
 
-def _together(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldError]:
+def _check_combinations(arguments: Arguments, table: Mapping[str, Any]) -> Iterator[FieldError]:
     if arguments.address:
-        given = [*(key for key in _OF_OWN if getattr(arguments, key)), *table]
+        ignored_keys = [*(key for key in _EMBEDDED_KEYS if getattr(arguments, key)), *table]
         yield from (
-            FieldError("it has no effect with address: the host's service has its own").at(f".{key}") for key in given
+            FieldError("it has no effect with address: the host's service has its own").at(f".{key}") for key in ignored_keys
         )
         if not arguments.name:
             yield FieldError("missing: with address it says which model of the host's service is asked").at(".name")
         return
     if not arguments.model:
         yield FieldError("missing").at(".model")
-    for key in _OF_SERVICE:
+    for key in _HOST_KEYS:
         if getattr(arguments, key):
             yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
     if arguments.directory and not Path(arguments.directory).is_absolute():
         yield FieldError(f"expected an absolute path, got {describe_value(arguments.directory)}").at(".directory")
-    if arguments.published and not arguments.name:
+    if arguments.published_digest and not arguments.name:
         yield FieldError("missing: a published model is known by its digest alone").at(".name")
 
 
-def _of_digests(arguments: Arguments) -> Iterator[FieldError]:
-    for key, value in (("model", arguments.published), ("sha256", arguments.sha256)):
-        is_given = value or (key == "model" and arguments.model.startswith(PUBLISHED))
+def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
+    for key, value in (("model", arguments.published_digest), ("sha256", arguments.sha256)):
+        is_given = value or (key == "model" and arguments.model.startswith(PUBLISHED_PREFIX))
         if is_given and not _DIGEST.fullmatch(value):
             yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {describe_value(value)}").at(f".{key}")
-    if arguments.published and arguments.sha256 not in ("", arguments.published):
-        yield FieldError(f"expected that of the model, {arguments.published}, got {arguments.sha256}").at(".sha256")
+    if arguments.published_digest and arguments.sha256 not in ("", arguments.published_digest):
+        yield FieldError(f"expected that of the model, {arguments.published_digest}, got {arguments.sha256}").at(".sha256")
 
 
-def _stand_in(table: Mapping[str, Any]) -> str:
+def _placeholder_file(table: Mapping[str, Any]) -> str:
     """Return a file name such as that of the published model may be, which is not known here."""
     engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 
 
-def _checked(arguments: Arguments, path: str, problems: Problems) -> ModelConfig:
+def _check_model(arguments: Arguments, path: str, problems: Problems) -> ModelConfig:
     """Return the daemon's table of the model, as the daemon itself checks it."""
     models = {arguments.name: {"path": path, **arguments.table}}
     try:
-        model, other = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
+        model, relocated = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
     except ConfigError as error:
-        problems.add(FieldError(_of_argument(each, arguments.name)) for each in error.problems)
+        problems.add(FieldError(_argument_problem(each, arguments.name)) for each in error.problems)
         return ModelConfig(path)
     for each in tables.table_keys(ModelConfig):
-        if getattr(model, each.name) != getattr(other, each.name):
+        if getattr(model, each.name) != getattr(relocated, each.name):
             problems.add(
                 [
                     FieldError("expected an absolute path: there is nothing that it could be relative to").at(
@@ -238,7 +238,7 @@ def _checked(arguments: Arguments, path: str, problems: Problems) -> ModelConfig
     return model
 
 
-def _of_argument(problem: str, name: str) -> str:
+def _argument_problem(problem: str, name: str) -> str:
     """Name the argument that stands for a key of the daemon's file."""
     rest = problem.removeprefix(f"models.{label(name)}")
     for key, argument in ((": ", "name: "), (".path", "model"), (".", "")):

@@ -20,11 +20,11 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_LATE = "the body of the request has not come in time"
-_GONE = "the caller has gone"
+_BODY_TIMEOUT = "the body of the request has not come in time"
+_CALLER_GONE = "the caller has gone"
 
 # Of a close of a WebSocket: it is of a kind that is not taken here.
-_UNSUPPORTED = 1003
+_CLOSE_UNSUPPORTED = 1003
 
 
 class Body:
@@ -35,9 +35,9 @@ class Body:
         patience: seconds in which all of it has to come.
     """
 
-    def __init__(self, receive: Receive, patience: float) -> None:
+    def __init__(self, receive: Receive, timeout_s: float) -> None:
         self._receive = receive
-        self._deadline = time.monotonic() + patience
+        self._deadline = time.monotonic() + timeout_s
         self._has_more = True
 
     async def readexactly(self, n: int) -> bytes:
@@ -46,15 +46,15 @@ class Body:
         Raises:
             IncompleteReadError: it has fewer.
         """
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         missing = n
         while missing > 0:
             piece, _ = await self.readchunk()
             if not piece:
-                raise asyncio.IncompleteReadError(b"".join(pieces), n)
-            pieces.append(piece)
+                raise asyncio.IncompleteReadError(b"".join(chunks), n)
+            chunks.append(piece)
             missing -= len(piece)
-        whole = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         return whole[:n] if missing else whole
 
     async def readchunk(self) -> tuple[bytes, bool]:
@@ -67,9 +67,9 @@ class Body:
             try:
                 message = await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
             except asyncio.TimeoutError:
-                raise Refused(408, _LATE) from None
+                raise Refused(408, _BODY_TIMEOUT) from None
             if message["type"] != "http.request":
-                raise Refused(400, _GONE)
+                raise Refused(400, _CALLER_GONE)
             self._has_more = message.get("more_body", False)
             piece = message.get("body", b"")
             if piece:
@@ -91,10 +91,10 @@ class Proxied:
     uid: int | None = None
     common_name: str | None = None
 
-    def enter(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """The connection is the proxy's to look after."""
 
-    def reads(self, body: Content) -> None:
+    def begin_body(self, body: Content) -> None:
         """The body has a time limit of its own."""
 
 
@@ -123,18 +123,18 @@ class AsgiRequest:
     transport: asyncio.Transport | None = None
     protocol: object = _PROXIED
 
-    def __init__(self, scope: Scope, receive: Receive, patience: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, timeout_s: float) -> None:
         self.method: str = scope["method"]
-        self.raw_path = _below(scope)
+        self.raw_path = _path_below_root(scope)
         self.path = unquote(self.raw_path)
-        named = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        named.popall(hdrs.AUTHORIZATION, None)
-        self.headers = CIMultiDictProxy(named)
-        self.content_length = _length(named.get(hdrs.CONTENT_LENGTH))
-        self.content = Body(receive, patience)
+        headers = CIMultiDict((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        headers.popall(hdrs.AUTHORIZATION, None)
+        self.headers = CIMultiDictProxy(headers)
+        self.content_length = _parse_length(headers.get(hdrs.CONTENT_LENGTH))
+        self.content = Body(receive, timeout_s)
 
 
-def _below(scope: Scope) -> str:
+def _path_below_root(scope: Scope) -> str:
     """Return the path as it was sent, without what stands before the application's own."""
     root: str = scope.get("root_path", "")
     raw: bytes | None = scope.get("raw_path")
@@ -145,14 +145,14 @@ def _below(scope: Scope) -> str:
     return quote(scope["path"][len(root) :]) or "/"
 
 
-def _length(told: str | None) -> int | None:
+def _parse_length(header: str | None) -> int | None:
     """Return what the server has looked at already."""
-    return int(told) if told is not None and told.isascii() and told.isdecimal() else None
+    return int(header) if header is not None and header.isascii() and header.isdecimal() else None
 
 
-async def answer(reply: Reply, method: str, send: Send) -> None:
+async def send_reply(reply: Reply, method: str, send: Send) -> None:
     """Send an answer. Serve copies it into a message of its own: so it is one piece."""
-    headers = [("content-type", reply.kind), ("content-length", str(reply.body_length)), *reply.headers.items()]
+    headers = [("content-type", reply.content_type), ("content-length", str(reply.body_length)), *reply.headers.items()]
     encoded = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     content = () if method == hdrs.METH_HEAD else reply.content
     body = bytes(content[0]) if len(content) == 1 else b"".join(content)
@@ -161,7 +161,7 @@ async def answer(reply: Reply, method: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def lifespan(receive: Receive, send: Send) -> None:
+async def handle_lifespan(receive: Receive, send: Send) -> None:
     """Say that there is nothing to wait for: a replica that is made serves, and its end is its destructor's."""
     while True:
         message = await receive()
@@ -170,6 +170,6 @@ async def lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-async def refuse(send: Send) -> None:
+async def refuse_websocket(send: Send) -> None:
     """Close what is no request of HTTP: a WebSocket."""
-    await send({"type": "websocket.close", "code": _UNSUPPORTED})
+    await send({"type": "websocket.close", "code": _CLOSE_UNSUPPORTED})

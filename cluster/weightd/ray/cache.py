@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 from weightd.daemon.host.directories import make_directory
 from weightd.protocol import limits
 from weightd.protocol.errors import FailedPrecondition
-from weightd.ray.rooms import locked
+from weightd.ray.rooms import file_lock
 from weightd.shared.modelfile import ModelFileError, digest
 
 # Models that nobody uses are kept for who comes next, so many of them; a rolling update goes back and forth.
-MOST_UNUSED = 4
+MAX_UNUSED = 4
 
 # A model of more has been put together by nobody who means it.
-MOST_FILES = 65536
+MAX_FILES = 65536
 
 _MODE = 0o700
 
@@ -56,7 +56,7 @@ class Source(Protocol):
         """
         ...
 
-    def pieces(self, index: int) -> Iterator[Any]:
+    def chunks(self, index: int) -> Iterator[Any]:
         """Return what is in one of them, in pieces of bytes.
 
         Raises:
@@ -76,15 +76,15 @@ class Taken:
         path: as above.
     """
 
-    def __init__(self, path: Path, held: int) -> None:
+    def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
-        self._held = held
+        self._lock_fd = lock_fd
 
     def release(self) -> None:
         """Use it no more."""
-        if self._held >= 0:
-            os.close(self._held)
-            self._held = -1
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
 
 class Cache:
@@ -96,7 +96,7 @@ class Cache:
 
     def __init__(self, base: Path) -> None:
         self._models = base / "models"
-        self._new = self._models / "new"
+        self._staging = self._models / "new"
 
     def take(self, sha256: str, source: Source) -> Taken:
         """Return a model of this digest; it is fetched where there is none here, or where that is damaged.
@@ -109,60 +109,60 @@ class Cache:
         """
         make_directory(self._models.parent, _MODE)
         make_directory(self._models, _MODE)
-        place = self._models / sha256
-        with locked(self._models / "lock"):
+        directory = self._models / sha256
+        with file_lock(self._models / "lock"):
             # Of who was killed while it fetched.
-            shutil.rmtree(self._new, ignore_errors=True)
-            if _digest_of(place) != sha256:
-                shutil.rmtree(place, ignore_errors=True)
-                self._fetch(sha256, source, place)
-            os.utime(place)
-            held = os.open(place / "here", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            shutil.rmtree(self._staging, ignore_errors=True)
+            if _digest_of(directory) != sha256:
+                shutil.rmtree(directory, ignore_errors=True)
+                self._fetch(sha256, source, directory)
+            os.utime(directory)
+            held = os.open(directory / "here", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(held, fcntl.LOCK_SH)
-            self._tidy(MOST_UNUSED)
-        return Taken(_first(place), held)
+            self._remove_unused(MAX_UNUSED)
+        return Taken(_model_file(directory), held)
 
-    def _fetch(self, sha256: str, source: Source, place: Path) -> None:
+    def _fetch(self, sha256: str, source: Source, directory: Path) -> None:
         files = source.files()
-        _check(files)
-        self._make_room(sum(each.nbytes for each in files))
+        _check_files(files)
+        self._free_space(sum(each.nbytes for each in files))
         try:
             for index, file in enumerate(files):
-                path = self._new / "files" / file.name
+                path = self._staging / "files" / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _write(path, source.pieces(index), file.nbytes)
-            (self._new / "first").write_text(files[0].name)
-            found = _digest_of(self._new)
+                _write(path, source.chunks(index), file.nbytes)
+            (self._staging / "first").write_text(files[0].name)
+            found = _digest_of(self._staging)
             if found != sha256:
                 raise FailedPrecondition(f"expected a published model with sha256 {sha256}, got {found or 'none'}")
-            self._new.rename(place)
+            self._staging.rename(directory)
         except OSError as error:
-            raise FailedPrecondition(f"{error.filename or self._new}: {error.strerror}") from None
+            raise FailedPrecondition(f"{error.filename or self._staging}: {error.strerror}") from None
         finally:
-            shutil.rmtree(self._new, ignore_errors=True)
+            shutil.rmtree(self._staging, ignore_errors=True)
 
-    def _make_room(self, nbytes: int) -> None:
-        for most in range(MOST_UNUSED - 1, -1, -1):
+    def _free_space(self, nbytes: int) -> None:
+        for most in range(MAX_UNUSED - 1, -1, -1):
             if shutil.disk_usage(self._models).free >= nbytes:
                 return
-            self._tidy(most)
+            self._remove_unused(most)
 
-    def _tidy(self, most: int) -> None:
+    def _remove_unused(self, max_kept: int) -> None:
         """Remove what nobody uses, but for so many that were used last."""
         entries = sorted(self._models.glob("?" * 64), key=lambda each: each.stat().st_mtime, reverse=True)
         unused = [each for each in entries if not _is_used(each)]
-        for each in unused[most:]:
+        for each in unused[max_kept:]:
             shutil.rmtree(each, ignore_errors=True)
 
 
-def _check(files: Sequence[File]) -> None:
+def _check_files(files: Sequence[File]) -> None:
     """See to it that names stay in the directory, and that there is a model at all.
 
     Raises:
         FailedPrecondition: they do not.
     """
-    if not 0 < len(files) <= MOST_FILES:
-        raise FailedPrecondition(f"expected 1 to {MOST_FILES} files of a published model, got {len(files)}")
+    if not 0 < len(files) <= MAX_FILES:
+        raise FailedPrecondition(f"expected 1 to {MAX_FILES} files of a published model, got {len(files)}")
     for each in files:
         path = PurePosixPath(each.name)
         is_inside = path.parts and not path.is_absolute() and ".." not in path.parts
@@ -170,35 +170,35 @@ def _check(files: Sequence[File]) -> None:
             raise FailedPrecondition(f"expected names of files inside the model's directory, got {each.name!r}")
 
 
-def _write(path: Path, pieces: Iterable[Any], nbytes: int) -> None:
+def _write(path: Path, chunks: Iterable[Any], nbytes: int) -> None:
     with path.open("xb") as file:
-        for piece in pieces:
+        for piece in chunks:
             file.write(piece)
             if file.tell() > nbytes:
                 raise FailedPrecondition(f"{path.name}: expected {nbytes} bytes of a published model, got more")
 
 
-def _digest_of(place: Path) -> str:
+def _digest_of(directory: Path) -> str:
     """Return the digest of what is there, "" if that is no model."""
     try:
-        return digest(_first(place))
+        return digest(_model_file(directory))
     except (OSError, ModelFileError):
         return ""
 
 
-def _first(place: Path) -> Path:
-    return place / "files" / (place / "first").read_text()
+def _model_file(directory: Path) -> Path:
+    return directory / "files" / (directory / "first").read_text()
 
 
-def _is_used(place: Path) -> bool:
+def _is_used(directory: Path) -> bool:
     try:
-        held = os.open(place / "here", os.O_RDWR | os.O_CLOEXEC)
+        lock_fd = os.open(directory / "here", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(held)
+        os.close(lock_fd)
     return False

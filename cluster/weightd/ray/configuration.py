@@ -14,54 +14,54 @@ from weightd.shared import paths
 Table = Mapping[str, Any]
 
 # Of the names that the daemon puts into the directory: "/", the key, ".sock.lane". The longest path of its sockets.
-_LONGEST_NAME_BYTES = 24
+_MAX_NAME_BYTES = 24
 
-MOST_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _LONGEST_NAME_BYTES
+MAX_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES
 
 # Who would read an answer has gone when the daemon is told to end: there is nothing to wait for but workers.
-_DRAIN_S = 2.0
+_DRAIN_TIMEOUT_S = 2.0
 
 
-def address(directory: Path) -> str:
+def client_address(directory: Path) -> str:
     """Return where clients reach the daemon that has this directory."""
-    return f"unix://{paths.unix_path(_socket(directory))}"
+    return f"unix://{paths.unix_path(_socket_address(directory))}"
 
 
-def text(directory: Path, models: Mapping[str, Table]) -> str:
+def config_text(directory: Path, models: Mapping[str, Table]) -> str:
     """Return the file of a daemon that has all that it needs in one directory.
 
     Raises:
         InvalidArgument: paths of sockets would be too long there.
     """
     size = len(str(directory).encode("utf-8", "surrogateescape"))
-    if size > MOST_DIRECTORY_BYTES:
+    if size > MAX_DIRECTORY_BYTES:
         raise InvalidArgument(
             f"directory: sockets in {directory} would have paths that are too long: expected at most "
-            f"{MOST_DIRECTORY_BYTES} bytes, got {size}"
+            f"{MAX_DIRECTORY_BYTES} bytes, got {size}"
         )
     daemon = {
-        "socket": _socket(directory),
+        "socket": _socket_address(directory),
         "runtime_dir": str(directory),
         "cache_dir": str(directory / "cache"),
-        "drain_timeout": _DRAIN_S,
+        "drain_timeout": _DRAIN_TIMEOUT_S,
     }
-    return "\n".join(f"{key} = {_value(value)}" for key, value in {"daemon": daemon, "models": models}.items()) + "\n"
+    return "\n".join(f"{key} = {_toml_value(value)}" for key, value in {"daemon": daemon, "models": models}.items()) + "\n"
 
 
-def _socket(directory: Path) -> str:
+def _socket_address(directory: Path) -> str:
     return f"ipc://{directory}/d"
 
 
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     """Return a value of TOML as TOML has it: text, numbers, booleans and lists are JSON's, tables are inline ones."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, Any]", value)
-        return f"{{ {', '.join(f'{_text(key)} = {_value(each)}' for key, each in table.items())} }}"
+        return f"{{ {', '.join(f'{_toml_string(key)} = {_toml_value(each)}' for key, each in table.items())} }}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_value(each) for each in cast('list[Any]', value))}]"
-    return _text(value) if isinstance(value, str) else json.dumps(value)
+        return f"[{', '.join(_toml_value(each) for each in cast('list[Any]', value))}]"
+    return _toml_string(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _text(text: str) -> str:
+def _toml_string(text: str) -> str:
     # The one character that JSON leaves as it is and TOML does not.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -17,12 +17,12 @@ from weightd.ray import guard
 from weightd.ray.configuration import Table
 
 # An interpreter starts, and what killed replicas have left is removed.
-_START_S = 60.0
+_START_TIMEOUT_S = 60.0
 
 # The guard's own patience with a daemon, and the files.
-_END_S = 15.0
+_STOP_TIMEOUT_S = 15.0
 
-_MOST_REPORT_BYTES = 64 * 1024
+_MAX_REPORT_BYTES = 64 * 1024
 
 
 class Daemon(Protocol):
@@ -75,52 +75,52 @@ class Own:
         starts: is called when it starts, and each time that it starts again.
     """
 
-    def __init__(self, base: Path, models: Mapping[str, Table], starts: Callable[[], None]) -> None:
+    def __init__(self, base: Path, models: Mapping[str, Table], on_start: Callable[[], None]) -> None:
         self._base = base
         self._models = models
-        self._starts = starts
-        self._ended = asyncio.Event()
-        self._listening: asyncio.Task[None] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._on_start = on_start
+        self._has_ended = asyncio.Event()
+        self._report_task: asyncio.Task[None] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
         # Of what was left alone; it cannot be another's as long as its end of the reports is open.
-        self._pid = 0
+        self._supervisor_pid = 0
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.failure = ""
 
     async def start(self) -> str:
         """As Daemon."""
-        order = guard.order(self._models)
+        order = guard.encode_order(self._models)
         # What it writes goes where this process writes: Ray keeps that with the replica's log.
-        self._guard = process = subprocess.Popen(
-            guard.command(self._base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        self._supervisor = process = subprocess.Popen(
+            guard.supervisor_command(self._base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         loop = asyncio.get_running_loop()
-        reports = asyncio.StreamReader(_MOST_REPORT_BYTES)
+        reports = asyncio.StreamReader(_MAX_REPORT_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), cast("Any", process.stdout))
-        self._listening = asyncio.create_task(self._listen(reports))
-        await loop.run_in_executor(None, self._give, process, order)
+        self._report_task = asyncio.create_task(self._read_reports(reports))
+        await loop.run_in_executor(None, self._send_order, process, order)
         try:
-            return await asyncio.wait_for(asyncio.shield(self._address), _START_S)
+            return await asyncio.wait_for(asyncio.shield(self._address), _START_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise FailedPrecondition(f"the guard of the daemon has not begun within {_START_S:g} s") from None
+            raise FailedPrecondition(f"the guard of the daemon has not begun within {_START_TIMEOUT_S:g} s") from None
 
     async def stop(self) -> None:
         """End it, and return when nothing of it is left."""
-        if self._guard is None or self._guard.stdin is None:
+        if self._supervisor is None or self._supervisor.stdin is None:
             return
         # The end of file is what the guard waits for; it comes as well if this process is killed.
         with contextlib.suppress(OSError):
-            self._guard.stdin.close()
+            self._supervisor.stdin.close()
         try:
-            await asyncio.wait_for(self._ended.wait(), _END_S)
+            await asyncio.wait_for(self._has_ended.wait(), _STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
             # Somebody has stopped it: the kernel ends the daemon with it, and the next replica removes the files.
-            if self._pid:
+            if self._supervisor_pid:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+                    os.kill(self._supervisor_pid, signal.SIGKILL)
 
     @staticmethod
-    def _give(process: subprocess.Popen[bytes], order: bytes) -> None:
+    def _send_order(process: subprocess.Popen[bytes], order: bytes) -> None:
         """Tell the guard what to do; what was started leaves it alone at once, and is no more."""
         assert process.stdin is not None  # noqa: S101 - for the checkers
         with contextlib.suppress(BrokenPipeError):
@@ -128,22 +128,22 @@ class Own:
             process.stdin.flush()
         process.wait()
 
-    async def _listen(self, reports: asyncio.StreamReader) -> None:
+    async def _read_reports(self, reports: asyncio.StreamReader) -> None:
         """Take in what the guard says, to its end."""
         try:
             async for line in reports:
-                self._told(json.loads(line))
+                self._on_report(json.loads(line))
         finally:
             self.failure = self.failure or "the guard of the daemon has ended"
             if not self._address.done():
                 self._address.set_exception(FailedPrecondition(self.failure))
                 self._address.exception()  # it may be that nobody waits for it
-            self._ended.set()
+            self._has_ended.set()
 
-    def _told(self, report: Mapping[str, Any]) -> None:
+    def _on_report(self, report: Mapping[str, Any]) -> None:
         if "address" in report and not self._address.done():
-            self._pid = report["pid"]
+            self._supervisor_pid = report["pid"]
             self._address.set_result(report["address"])
         if "starts" in report:
-            self._starts()
+            self._on_start()
         self.failure = report.get("failed", self.failure)

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from weightd.protocol.errors import NotFound, Unavailable
-from weightd.ray.arguments import PUBLISHED
+from weightd.ray.arguments import PUBLISHED_PREFIX
 from weightd.ray.cache import Cache, File, Taken
 from weightd.shared.modelfile import Model, ModelFile, digest
 
@@ -21,14 +21,14 @@ from weightd.shared.modelfile import Model, ModelFile, digest
 _NAMESPACE = "weightd"
 
 # What is in memory at once, of publisher, actor and replica each; the store has room for it between other objects.
-_PIECE_BYTES = 8 * 1024 * 1024
+_CHUNK_BYTES = 8 * 1024 * 1024
 
 # For one piece: from another node, or from the disk where the store has put it.
-_PIECE_S = 120.0
+_CHUNK_TIMEOUT_S = 120.0
 
-Piece = Any
+Chunk = Any
 
-Content = tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Piece]]]]
+Content = tuple[Sequence[File], Sequence[Sequence[ray.ObjectRef[Chunk]]]]
 
 
 class Shelf:
@@ -36,25 +36,25 @@ class Shelf:
 
     def __init__(self) -> None:
         self._files: list[File] = []
-        self._pieces: list[list[ray.ObjectRef[Piece]]] = []
-        self._is_whole = False
+        self._chunks: list[list[ray.ObjectRef[Chunk]]] = []
+        self._is_complete = False
 
     def begin(self, name: str, nbytes: int) -> None:
         """The pieces of another file follow."""
         self._files.append(File(name, nbytes))
-        self._pieces.append([])
+        self._chunks.append([])
 
-    def add(self, piece: Piece) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Have a piece more of the file that was begun last."""
-        self._pieces[-1].append(ray.put(piece))
+        self._chunks[-1].append(ray.put(chunk))
 
     def end(self) -> None:
         """That is all of it."""
-        self._is_whole = True
+        self._is_complete = True
 
     def content(self) -> Content | None:
         """Return the files, and the pieces of each; None as long as that is not all."""
-        return (self._files, self._pieces) if self._is_whole else None
+        return (self._files, self._chunks) if self._is_complete else None
 
 
 def publish(path: str | os.PathLike[str]) -> str:
@@ -70,22 +70,22 @@ def publish(path: str | os.PathLike[str]) -> str:
         sha256 = digest(Path(path))
         options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
         try:
-            shelf = ray.remote(Shelf).options(**options).remote()
+            store = ray.remote(Shelf).options(**options).remote()
         except ValueError:
             # That is what Ray says where there is an actor of this name.
-            _content(sha256)
-            return PUBLISHED + sha256
+            _get_content(sha256)
+            return PUBLISHED_PREFIX + sha256
         try:
             for file in model.files:
-                _put(shelf, model, file)
+                _put_file(store, model, file)
             model.check_unchanged()
-            ray.get(shelf.end.remote())
+            ray.get(store.end.remote())
         except BaseException as error:
-            ray.kill(shelf)
+            ray.kill(store)
             if isinstance(error, RayError):
-                raise _lost(sha256, error) from None
+                raise _unavailable(sha256, error) from None
             raise
-    return PUBLISHED + sha256
+    return PUBLISHED_PREFIX + sha256
 
 
 def unpublish(model: str) -> None:
@@ -95,10 +95,10 @@ def unpublish(model: str) -> None:
         NotFound: it is not there.
     """
     _connect()
-    ray.kill(_shelf(model.removeprefix(PUBLISHED)))
+    ray.kill(_get_store(model.removeprefix(PUBLISHED_PREFIX)))
 
 
-async def take(sha256: str, base: Path) -> Taken:
+async def fetch(sha256: str, base: Path) -> Taken:
     """Return a published model as files of this host, in a thread of its own.
 
     Raises:
@@ -112,48 +112,48 @@ class _Store:
 
     def __init__(self, sha256: str) -> None:
         self._sha256 = sha256
-        self._pieces: Sequence[Sequence[ray.ObjectRef[Piece]]] = ()
+        self._chunks: Sequence[Sequence[ray.ObjectRef[Chunk]]] = ()
 
     def files(self) -> Sequence[File]:
-        files, self._pieces = _content(self._sha256)
+        files, self._chunks = _get_content(self._sha256)
         return files
 
-    def pieces(self, index: int) -> Iterator[Piece]:
-        for each in self._pieces[index]:
+    def chunks(self, index: int) -> Iterator[Chunk]:
+        for each in self._chunks[index]:
             try:
-                yield ray.get(each, timeout=_PIECE_S)
+                yield ray.get(each, timeout=_CHUNK_TIMEOUT_S)
             except RayError as error:
-                raise _lost(self._sha256, error) from None
+                raise _unavailable(self._sha256, error) from None
 
 
-def _put(shelf: Any, model: Model, file: ModelFile) -> None:
+def _put_file(store: Any, model: Model, file: ModelFile) -> None:
     """Put a file there piece by piece: the next is read when one has come."""
-    ray.get(shelf.begin.remote(file.name, file.nbytes))
+    ray.get(store.begin.remote(file.name, file.nbytes))
     with model.open(file) as content:
-        while piece := content.read(_PIECE_BYTES):
+        while piece := content.read(_CHUNK_BYTES):
             # An array, for that is not copied again where it arrives.
-            ray.get(shelf.add.remote(np.frombuffer(piece, np.uint8)))
+            ray.get(store.add.remote(np.frombuffer(piece, np.uint8)))
 
 
-def _content(sha256: str) -> Content:
+def _get_content(sha256: str) -> Content:
     try:
-        content: Content | None = ray.get(_shelf(sha256).content.remote(), timeout=_PIECE_S)
+        content: Content | None = ray.get(_get_store(sha256).content.remote(), timeout=_CHUNK_TIMEOUT_S)
     except RayError as error:
-        raise _lost(sha256, error) from None
+        raise _unavailable(sha256, error) from None
     if content is None:
-        raise Unavailable(f"{PUBLISHED}{sha256} is being published; unpublish it if who did so has ended")
+        raise Unavailable(f"{PUBLISHED_PREFIX}{sha256} is being published; unpublish it if who did so has ended")
     return content
 
 
-def _shelf(sha256: str) -> Any:
+def _get_store(sha256: str) -> Any:
     try:
         return ray.get_actor(sha256, _NAMESPACE)
     except ValueError:
-        raise NotFound(f"no model {PUBLISHED}{sha256} is published in this cluster") from None
+        raise NotFound(f"no model {PUBLISHED_PREFIX}{sha256} is published in this cluster") from None
 
 
-def _lost(sha256: str, error: RayError) -> Unavailable:
-    return Unavailable(f"{PUBLISHED}{sha256} cannot be had from the object store, or put there: {type(error).__name__}")
+def _unavailable(sha256: str, error: RayError) -> Unavailable:
+    return Unavailable(f"{PUBLISHED_PREFIX}{sha256} cannot be had from the object store, or put there: {type(error).__name__}")
 
 
 def _connect() -> None:

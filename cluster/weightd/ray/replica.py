@@ -14,11 +14,11 @@ from weightd.gateway.callers import Caller, Identities
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import Answer, Question
+from weightd.gateway.question import InferenceResult, Question
 from weightd.gateway.regions import Regions
 from weightd.gateway.rest.api import Api
 from weightd.gateway.rest.asking import ANY_HOST
-from weightd.gateway.rest.reply import Reply, of_error
+from weightd.gateway.rest.reply import Reply, error_reply
 from weightd.gateway.seats import Seats
 from weightd.gateway.service import Service
 from weightd.protocol import limits
@@ -38,13 +38,13 @@ from weightd.ray.daemon import Daemon, Own
 from weightd.ray.daemon import Service as HostService
 
 # Between two looks at a daemon that does not listen yet.
-_PAUSE_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 # After a daemon that has ended is started again, its model is loaded: nobody knows how long that takes.
 _RETRY_S = 1.0
 
 # Left of a request's time when what it refers to comes in the last moment.
-_LEAST_S = 1e-6
+_MIN_TIMEOUT_S = 1e-6
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
@@ -59,16 +59,16 @@ class _Known(Service):
         seats: likewise.
     """
 
-    def __init__(self, check: Callable[[], None], address: str, timeout: float, seats: Seats) -> None:
-        super().__init__(address, timeout, seats)
+    def __init__(self, check: Callable[[], None], address: str, timeout: float, admission: Seats) -> None:
+        super().__init__(address, timeout, admission)
         self._check = check
 
-    async def infer(self, caller: Caller, question: Question) -> Answer:
+    async def infer(self, caller: Caller, request: Question) -> InferenceResult:
         """As Service. The daemon may have been another one when the request came, or be another one by now."""
         self._check()
-        answer = await super().infer(caller, question)
+        result = await super().infer(caller, request)
         self._check()
-        return answer
+        return result
 
 
 class Replica:
@@ -82,17 +82,17 @@ class Replica:
         self._arguments = arguments
         self._caller = Caller(arguments.tenant or None, "serve")
         # Whether what serves is known to have the digest that it must have: not before that was looked at.
-        self._is_known = False
+        self._is_verified = False
         # How often its daemon has been started.
-        self._starts = 0
-        self._looking: asyncio.Task[None] | None = None
-        self._wrong = ""
+        self._start_count = 0
+        self._verify_task: asyncio.Task[None] | None = None
+        self._failure = ""
         self._address = ""
         self._daemon: Daemon
-        self._service: Service
+        self._daemon_client: Service
         self._api: Api
         # What has to be ended, and in which order.
-        self._ends = contextlib.AsyncExitStack()
+        self._exit_stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
         """Have a daemon, and return when the model is ready.
@@ -108,8 +108,8 @@ class Replica:
 
     async def _open(self) -> None:
         arguments = self._arguments
-        self._daemon = await self._find()
-        self._ends.push_async_callback(self._daemon.stop)
+        self._daemon = await self._make_daemon()
+        self._exit_stack.push_async_callback(self._daemon.stop)
         self._address = await self._daemon.start()
         config = GatewayConfig(
             max_body_bytes=arguments.max_body_bytes,
@@ -119,71 +119,71 @@ class Replica:
             timeout=arguments.request_timeout,
             page=False,
         )
-        seats = Seats(config.max_in_flight, config.max_memory_bytes)
-        self._service = _Known(self._check_known, self._address, config.timeout, seats)
-        self._ends.push_async_callback(self._service.close)
-        identities = Identities({}, {}, {}, anonymous=self._caller)
-        helpers = Helpers()
-        self._ends.push_async_callback(helpers.close)
-        gateway = Gateway(config, identities, self._service, Regions(enabled=False), helpers)
+        admission = Seats(config.max_in_flight, config.max_memory_bytes)
+        self._daemon_client = _Known(self._check_verified, self._address, config.timeout, admission)
+        self._exit_stack.push_async_callback(self._daemon_client.close)
+        authenticator = Identities({}, {}, {}, anonymous=self._caller)
+        parsers = Helpers()
+        self._exit_stack.push_async_callback(parsers.close)
+        gateway = Gateway(config, authenticator, self._daemon_client, Regions(enabled=False), parsers)
         self._api = Api(gateway, frozenset({ANY_HOST}))
-        await self._until_known()
+        await self._wait_verified()
 
-    async def _find(self) -> Daemon:
+    async def _make_daemon(self) -> Daemon:
         arguments = self._arguments
         if arguments.address:
             return HostService(arguments.address)
         path = arguments.model
-        if arguments.published:
+        if arguments.published_digest:
             from weightd.ray import publishing  # noqa: PLC0415 - it needs Ray
 
-            taken = await publishing.take(arguments.published, arguments.base)
+            cached = await publishing.fetch(arguments.published_digest, arguments.base_dir)
             # It stays as long as its daemon may be started again.
-            self._ends.callback(taken.release)
-            path = str(taken.path)
-        return Own(arguments.base, {arguments.name: {"path": path, **arguments.table}}, self.daemon_starts)
+            self._exit_stack.callback(cached.release)
+            path = str(cached.path)
+        return Own(arguments.base_dir, {arguments.name: {"path": path, **arguments.table}}, self.on_daemon_start)
 
-    def daemon_starts(self) -> None:
+    def on_daemon_start(self) -> None:
         """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""
-        self._starts += 1
-        if self._is_known:
-            self._is_known = False
-            self._looking = asyncio.create_task(self._look_again())
+        self._start_count += 1
+        if self._is_verified:
+            self._is_verified = False
+            self._verify_task = asyncio.create_task(self._verify_again())
 
-    async def _look_again(self) -> None:
+    async def _verify_again(self) -> None:
         try:
-            await self._until_known()
+            await self._wait_verified()
         except WeightdError as error:
-            self._wrong = str(error)
+            self._failure = str(error)
 
-    async def _until_known(self) -> None:
+    async def _wait_verified(self) -> None:
         """Return when the model is ready, and has the digest that it must have.
 
         Raises:
             FailedPrecondition: it never will be ready, or has another one.
         """
-        while not self._is_known:
-            starts = self._starts
+        while not self._is_verified:
+            starts = self._start_count
             try:
-                self._is_known = await self._is_right() and starts == self._starts
+                self._is_verified = await self._check_ready() and starts == self._start_count
             except FailedPrecondition:
                 # Or else a daemon has said so that was there before.
-                if starts == self._starts:
+                if starts == self._start_count:
                     raise
             if self._daemon.failure:
                 raise FailedPrecondition(self._daemon.failure)
-            if not self._is_known:
-                await asyncio.sleep(_PAUSE_S)
+            if not self._is_verified:
+                await asyncio.sleep(_POLL_INTERVAL_S)
 
-    async def _is_right(self) -> bool:
+    async def _check_ready(self) -> bool:
         """Say whether the model is ready, and known to be the one; wait as long as the daemon does for its signature.
 
         Raises:
             FailedPrecondition: it never will be.
         """
         try:
-            await self._service.metadata(self._caller, self._arguments.name)
-            if not (await self._service.ready(self._caller, self._arguments.name)).ready:
+            await self._daemon_client.metadata(self._caller, self._arguments.name)
+            if not (await self._daemon_client.ready(self._caller, self._arguments.name)).ready:
                 return False
             await self._check_digest()
         except (Unavailable, DeadlineExceeded):
@@ -201,10 +201,10 @@ class Replica:
         if found != expected:
             raise FailedPrecondition(
                 f"{self._arguments.name}: expected the model with sha256 {expected}, got {found or 'none'} of "
-                f"{self._where()}"
+                f"{self._model_source()}"
             )
 
-    def _where(self) -> str:
+    def _model_source(self) -> str:
         return self._arguments.model or f"the service at {self._arguments.address}"
 
     # --- what Serve asks ---------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Replica:
         outputs: Sequence[str] | None = None,
         timeout: float | None = None,
         priority: int | None = None,
-    ) -> Answer:
+    ) -> InferenceResult:
         """Return what the model answers: outputs by name.
 
         Args:
@@ -230,28 +230,28 @@ class Replica:
             RequestError: as `weightd.client.Client.infer`.
         """
         if isinstance(inputs, Mapping):
-            inputs, timeout = await self._found(cast("Mapping[str, Any]", inputs), timeout)
-        question = Question(self._arguments.name, inputs, outputs, timeout, priority)
-        return await self._service.infer(self._caller, question)
+            inputs, timeout = await self._resolve_references(cast("Mapping[str, Any]", inputs), timeout)
+        request = Question(self._arguments.name, inputs, outputs, timeout, priority)
+        return await self._daemon_client.infer(self._caller, request)
 
-    async def _found(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
+    async def _resolve_references(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
         """Return inputs with arrays in the place of references to them, and the seconds that are left.
 
         Raises:
             DeadlineExceeded: what they refer to is not there in time.
             InvalidArgument: it never will be.
         """
-        awaited: dict[str, Awaitable[Any]] = {
+        references: dict[str, Awaitable[Any]] = {
             name: each for name, each in inputs.items() if isinstance(each, Awaitable)
         }
-        patience = self._arguments.request_timeout if timeout is None else timeout
+        timeout_s = self._arguments.request_timeout if timeout is None else timeout
         # What is no time is for the client to refuse.
-        if not (awaited and 0 < patience <= _MAX_TIMEOUT_S):
+        if not (references and 0 < timeout_s <= _MAX_TIMEOUT_S):
             return inputs, timeout
-        found, ends = dict(inputs), time.monotonic() + patience
-        for name, each in awaited.items():
-            found[name] = await _awaited(name, each, ends - time.monotonic())
-        return found, max(ends - time.monotonic(), _LEAST_S)
+        resolved, deadline = dict(inputs), time.monotonic() + timeout_s
+        for name, each in references.items():
+            resolved[name] = await _await_reference(name, each, deadline - time.monotonic())
+        return resolved, max(deadline - time.monotonic(), _MIN_TIMEOUT_S)
 
     async def metadata(self) -> Mapping[str, Any]:
         """Return what the model takes and gives, as the Open Inference Protocol has it.
@@ -259,7 +259,7 @@ class Replica:
         Raises:
             RequestError: as `infer`.
         """
-        return model_view.model_metadata(await self._service.metadata(self._caller, self._arguments.name))
+        return model_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name))
 
     async def check_health(self) -> None:
         """Return if requests are answered.
@@ -267,56 +267,56 @@ class Replica:
         Raises:
             WeightdError: they are not, and the text says why: Serve has another replica take the place of this one.
         """
-        if self._wrong or self._daemon.failure:
-            raise FailedPrecondition(self._wrong or self._daemon.failure)
+        if self._failure or self._daemon.failure:
+            raise FailedPrecondition(self._failure or self._daemon.failure)
         # A daemon that is started again is waited for as long as Serve is patient: meanwhile it asks other replicas.
-        self._check_known()
-        ready = await self._service.ready(self._caller, self._arguments.name)
+        self._check_verified()
+        ready = await self._daemon_client.ready(self._caller, self._arguments.name)
         if not ready.ready:
             raise Unavailable(ready.reason)
-        starts = self._starts
+        starts = self._start_count
         try:
             await self._check_digest()
         except FailedPrecondition as error:
-            if starts == self._starts:
-                self._is_known, self._wrong = False, str(error)
+            if starts == self._start_count:
+                self._is_verified, self._failure = False, str(error)
             raise
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer over HTTP, as the gateway does: the Open Inference Protocol."""
         if scope["type"] == "lifespan":
-            await asgi.lifespan(receive, send)
+            await asgi.handle_lifespan(receive, send)
         elif scope["type"] != "http":
-            await asgi.refuse(send)
+            await asgi.refuse_websocket(send)
         else:
             request = AsgiRequest(scope, receive, self._arguments.request_timeout)
-            await asgi.answer(await self._answered(request), request.method, send)
+            await asgi.send_reply(await self._handle(request), request.method, send)
 
-    async def _answered(self, request: AsgiRequest) -> Reply:
+    async def _handle(self, request: AsgiRequest) -> Reply:
         try:
-            self._check_known()
+            self._check_verified()
         except RequestError as error:
-            return of_error(error)
+            return error_reply(error)
         return await self._api.handle(request)
 
-    def _check_known(self) -> None:
-        if not self._is_known:
-            text = self._wrong or f"{self._arguments.name}: its daemon has ended, and is started again"
+    def _check_verified(self) -> None:
+        if not self._is_verified:
+            text = self._failure or f"{self._arguments.name}: its daemon has ended, and is started again"
             raise Unavailable(text, retry_after=_RETRY_S)
 
     async def stop(self) -> None:
         """End the daemon, if it is this replica's, and return when nothing of it is left."""
-        if self._looking is not None:
-            self._looking.cancel()
-        await self._ends.aclose()
+        if self._verify_task is not None:
+            self._verify_task.cancel()
+        await self._exit_stack.aclose()
 
 
-async def _awaited(name: object, reference: Awaitable[Any], patience: float) -> Any:
-    place = f"input {label(str(name))}"
+async def _await_reference(name: object, reference: Awaitable[Any], timeout_s: float) -> Any:
+    input_label = f"input {label(str(name))}"
     try:
-        return await asyncio.wait_for(reference, patience)
+        return await asyncio.wait_for(reference, timeout_s)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"{place}: what it refers to has not come in time") from None
+        raise DeadlineExceeded(f"{input_label}: what it refers to has not come in time") from None
     except Exception as error:
         # Whatever the task has raised that was to make it, or Ray where it is lost: not the model's errors.
-        raise InvalidArgument(f"{place}: what it refers to cannot be had: {type(error).__name__}") from error
+        raise InvalidArgument(f"{input_label}: what it refers to cannot be had: {type(error).__name__}") from error

@@ -32,24 +32,24 @@ class Room(NamedTuple):
     """
 
     path: Path
-    held: int
+    lock_fd: int
 
 
 @contextlib.contextmanager
-def room(base: Path) -> Generator[Room, None, None]:
+def work_dir(base: Path) -> Generator[Room, None, None]:
     """Have a directory within the block, and leave nothing of it behind; remove what others have left first.
 
     Raises:
         ClaimError: `base` cannot be had, or others could exchange it.
         OSError: nothing can be made there.
     """
-    rooms = base / "rooms"
+    parent = base / "rooms"
     make_directory(base, _MODE)
-    make_directory(rooms, _MODE)
-    with locked(base / "lock"):
-        _sweep(rooms)
-        path = Path(tempfile.mkdtemp(prefix="", dir=rooms))
-        held = _open(path / "here")
+    make_directory(parent, _MODE)
+    with file_lock(base / "lock"):
+        _remove_abandoned(parent)
+        path = Path(tempfile.mkdtemp(prefix="", dir=parent))
+        held = _open_lock(path / "here")
         fcntl.flock(held, fcntl.LOCK_EX)
     try:
         yield Room(path, held)
@@ -60,13 +60,13 @@ def room(base: Path) -> Generator[Room, None, None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Generator[None, None, None]:
+def file_lock(path: Path) -> Generator[None, None, None]:
     """Have a lock file to oneself within the block; who has it is waited for.
 
     Raises:
         OSError: it cannot be made.
     """
-    descriptor = _open(path)
+    descriptor = _open_lock(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -74,15 +74,15 @@ def locked(path: Path) -> Generator[None, None, None]:
         os.close(descriptor)
 
 
-def _open(path: Path) -> int:
+def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _sweep(rooms: Path) -> None:
+def _remove_abandoned(parent: Path) -> None:
     """Remove the directories of which nobody holds the lock: who makes one holds that of all."""
-    for each in rooms.iterdir():
+    for each in parent.iterdir():
         try:
-            held = _open(each / "here")
+            held = _open_lock(each / "here")
         except OSError:
             # Not one of these; or one that was removed, but for itself.
             shutil.rmtree(each, ignore_errors=True)

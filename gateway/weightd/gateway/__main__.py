@@ -39,49 +39,49 @@ def main(arguments: list[str] | None = None) -> int:
     path = (Path(options.config) if options.config else default_path()).absolute()
     manager = Manager(os.environ)
     try:
-        config, identities = load(path, [str(places.of_socket(each)) for each in manager.sockets])
+        config, authenticator = load(path, [str(places.address_of(each)) for each in manager.sockets])
     except ConfigError as error:
         for problem in error.problems:
-            logs.complain(problem)
+            logs.print_error(problem)
         return CONFIG
     if options.check:
         print(f"{path}: good")
         return OK
     settings = config.gateway
-    seats = Seats(settings.max_in_flight, settings.max_memory_bytes)
-    service = Service(settings.daemon or None, settings.timeout, seats)
+    admission = Seats(settings.max_in_flight, settings.max_memory_bytes)
+    daemon_client = Service(settings.daemon or None, settings.timeout, admission)
     gateway = Gateway(
-        settings, identities, service, Regions(enabled=settings.shared_memory), Helpers(), manager.sockets
+        settings, authenticator, daemon_client, Regions(enabled=settings.shared_memory), Helpers(), manager.sockets
     )
     try:
-        fronts = _fronts(gateway)
+        frontends = _make_frontends(gateway)
     except ImportError as error:
-        logs.complain(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
+        logs.print_error(f"{error}: the gateway needs `pip install 'weightd[gateway]'`")
         return CONFIG
     try:
-        asyncio.run(Server(path, config, gateway, fronts, manager).run())
+        asyncio.run(Server(path, config, gateway, frontends, manager).run())
     except OSError as error:
-        logs.complain(error.strerror or str(error))
+        logs.print_error(error.strerror or str(error))
         return CANNOT_CREATE
     return OK
 
 
-def _fronts(gateway: Gateway) -> list[Front]:
+def _make_frontends(gateway: Gateway) -> list[Front]:
     """Return the protocols that are spoken; what they need is loaded only then.
 
     Raises:
         ImportError: it is not there.
     """
-    fronts: list[Front] = []
+    frontends: list[Front] = []
     if gateway.config.http_places:
         from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
 
-        fronts.append(Rest(gateway))
+        frontends.append(Rest(gateway))
     if gateway.config.grpc_places:
         from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
 
-        fronts.append(RpcFront(gateway))
-    return fronts
+        frontends.append(RpcFront(gateway))
+    return frontends
 
 
 def parser() -> argparse.ArgumentParser:

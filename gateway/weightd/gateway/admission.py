@@ -7,7 +7,7 @@ from weightd.shared.peers import Peer
 from weightd.shared.tokenbuckets import TokenBuckets
 
 # New connections that a peer that violates the protocol's limits loses, beside the connection itself.
-PENALTY = 32.0
+VIOLATION_PENALTY = 32.0
 
 
 class Admission:
@@ -21,28 +21,28 @@ class Admission:
 
     BURST_S = 4.0
 
-    def __init__(self, most: int, rate: float) -> None:
-        self._most = most
+    def __init__(self, max_connections: int, rate: float) -> None:
+        self._max_connections = max_connections
         self._rate = rate
-        self._shares = Shares(most)
+        self._connection_limit = Shares(max_connections)
         self._rates = TokenBuckets(rate, max(1.0, self.BURST_S * rate))
 
-    def refusal(self, peer: Peer, now: float) -> str | None:
+    def admit(self, peer: Peer, now: float) -> str | None:
         """Count a new connection of a peer, and return None; or return why the connection is refused."""
         if not (peer.is_operator or self._rates.take(peer.key, now)):
             return f"{peer.key} opens more than {self._rate:g} connections a second (max_connection_rate)"
-        if not self._shares.take(None if peer.is_operator else peer.key):
-            return f"{peer.key} has its share of {self._most} connections (max_connections)"
+        if not self._connection_limit.take(None if peer.is_operator else peer.key):
+            return f"{peer.key} has its share of {self._max_connections} connections (max_connections)"
         return None
 
-    def leaves(self, peer: Peer) -> None:
+    def remove_connection(self, peer: Peer) -> None:
         """Count one connection of a peer less."""
-        self._shares.give(None if peer.is_operator else peer.key)
+        self._connection_limit.release(None if peer.is_operator else peer.key)
 
-    def punish(self, peer: Peer, now: float) -> None:
+    def penalize(self, peer: Peer, now: float) -> None:
         """Let a peer that violated the limits of its connection open fewer new ones for a while."""
         if not peer.is_operator:
-            self._rates.charge(peer.key, PENALTY, now)
+            self._rates.charge(peer.key, VIOLATION_PENALTY, now)
 
     def __len__(self) -> int:
         """Return how many peers are kept for their rate."""

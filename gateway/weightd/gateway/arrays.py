@@ -27,27 +27,27 @@ DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NU
 _DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
 
 # What a value in JSON, or of a typed list, may be, by the kind of numpy's dtype. A boolean is an int for Python.
-_TYPES: Mapping[str, frozenset[type]] = {
+_ALLOWED_TYPES: Mapping[str, frozenset[type]] = {
     "b": frozenset({bool}),
     # JSON has one kind of number: many clients write 1 as 1.0.
     "i": frozenset({int, float}),
     "u": frozenset({int, float}),
     "f": frozenset({int, float}),
 }
-_CALLED: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
+_KIND_NAMES: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
 
 # What could not be described is refused even if a dimension is 0: offsets into it would not fit in 64 bits.
-_MOST_ELEMENTS = 2**59
+_MAX_ELEMENTS = 2**59
 
 # Of a request, or of an answer, that are not in their bytes: each is an object of Python, and so many take the loop a
 # third of a second, in which nobody else is served.
-MOST_VALUES = 1024 * 1024
+MAX_VALUES = 1024 * 1024
 
 # Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 # They have no form but their bytes.
-_RAW_ALONE = frozenset({"FP16"})
+_RAW_ONLY = frozenset({"FP16"})
 
 
 def datatype_of(array: Array) -> str:
@@ -55,17 +55,17 @@ def datatype_of(array: Array) -> str:
     return _DATATYPES[array.dtype]
 
 
-def size_of(name: str, datatype: object, shape: object) -> int:
+def nbytes_of(name: str, datatype: object, shape: object) -> int:
     """Return how many bytes a tensor has.
 
     Raises:
         InvalidArgument: weightd has no such datatype, or there is no such shape.
     """
-    count = math.prod(checked_shape(name, shape))
-    return count * ITEM_BYTES[checked_datatype(name, datatype)]
+    count = math.prod(check_shape(name, shape))
+    return count * ITEM_BYTES[check_datatype(name, datatype)]
 
 
-def checked_datatype(name: str, datatype: object) -> str:
+def check_datatype(name: str, datatype: object) -> str:
     """Return the datatype of a tensor.
 
     Raises:
@@ -76,13 +76,13 @@ def checked_datatype(name: str, datatype: object) -> str:
     return datatype
 
 
-def checked_shape(name: str, shape: object) -> Sequence[int]:
+def check_shape(name: str, shape: object) -> Sequence[int]:
     """Return the shape of a tensor.
 
     Raises:
         InvalidArgument: it is none.
     """
-    dims = _sequence(shape)
+    dims = _as_sequence(shape)
     if dims is None or len(dims) > limits.MAX_RANK:
         raise InvalidArgument(
             f"{label(name)}: shape: expected a list of at most {limits.MAX_RANK} integers, got {describe_value(shape)}"
@@ -92,12 +92,12 @@ def checked_shape(name: str, shape: object) -> Sequence[int]:
         if type(dim) is not int or not 0 <= dim <= limits.MAX_DIM:
             raise InvalidArgument(f"{label(name)}: shape: expected integers, 0 to {limits.MAX_DIM}, got {describe_value(dim)}")
         checked.append(dim)
-    if math.prod(dim for dim in checked if dim) > _MOST_ELEMENTS:
-        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MOST_ELEMENTS} elements, got {checked}")
+    if math.prod(dim for dim in checked if dim) > _MAX_ELEMENTS:
+        raise InvalidArgument(f"{label(name)}: shape: expected at most {_MAX_ELEMENTS} elements, got {checked}")
     return checked
 
 
-def _sequence(value: object) -> Sequence[object] | None:
+def _as_sequence(value: object) -> Sequence[object] | None:
     return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
 
 
@@ -114,10 +114,10 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryvi
             f"{label(name)}: expected {expected} bytes for {datatype} {list(shape)}, got {len(content)}"
         )
     array: Array = np.ndarray(shape, dtype, content)
-    return _checked_bool(name, array) if dtype.kind == "b" else array
+    return _check_bool(name, array) if dtype.kind == "b" else array
 
 
-def _checked_bool(name: str, array: Array) -> Array:
+def _check_bool(name: str, array: Array) -> Array:
     """The daemon looks at no tensor, and engines compute nonsense with a byte that is neither."""
     if array.size and array.view(np.uint8).max() > 1:
         raise InvalidArgument(f"{label(name)}: expected 0 or 1 in each byte of a BOOL")
@@ -130,19 +130,19 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
     Raises:
         InvalidArgument: it cannot, or they are more or fewer.
     """
-    if datatype in _RAW_ALONE:
+    if datatype in _RAW_ONLY:
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
     if type(values) is not list:
         raise InvalidArgument(f"{label(name)}: data: expected a list, got {describe_value(values)}")
-    given: Sequence[Any] = cast("list[object]", values)
-    flat = _flat(name, shape, given) if given and type(given[0]) is list else given
+    items: Sequence[Any] = cast("list[object]", values)
+    flat = _flatten(name, shape, items) if items and type(items[0]) is list else items
     if len(flat) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(flat)}")
-    return _array(name, datatype, flat).reshape(shape)
+    return _make_array(name, datatype, flat).reshape(shape)
 
 
 def from_typed(
-    name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], wide: str, most: int = MOST_VALUES
+    name: str, datatype: str, shape: Sequence[int], values: Sequence[Any], source_dtype: str, max_values: int = MAX_VALUES
 ) -> Array:
     """Return the tensor of a list of values that are all of one type, numpy's `wide`, and no more than others leave.
 
@@ -150,22 +150,22 @@ def from_typed(
         InvalidArgument: it cannot hold one of them, or they are more or fewer.
         TooLarge: they are too many.
     """
-    if len(values) > most:
-        text = f"expected at most {MOST_VALUES} values in a request, got {len(values)} with {most} left"
+    if len(values) > max_values:
+        text = f"expected at most {MAX_VALUES} values in a request, got {len(values)} with {max_values} left"
         raise TooLarge(f"{label(name)}: data: {text}: send raw contents")
     if len(values) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
-    given = np.fromiter(values, wide, len(values))
-    array: Array = given.astype(DTYPES[datatype], copy=False)
-    if array.dtype.kind in "iu" and not np.array_equal(array, given):
+    source = np.fromiter(values, source_dtype, len(values))
+    array: Array = source.astype(DTYPES[datatype], copy=False)
+    if array.dtype.kind in "iu" and not np.array_equal(array, source):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array.reshape(shape)
 
 
-def _flat(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
+def _flatten(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[Any]:
     for depth in range(len(shape)):
         if depth:
-            values = list(itertools.chain.from_iterable(_lists(name, shape, values)))
+            values = list(itertools.chain.from_iterable(_check_lists(name, shape, values)))
         expected = math.prod(shape[: depth + 1])
         if len(values) != expected:
             text = f"expected lists nested as the shape {list(shape)}, got {len(values)} items at depth {depth}"
@@ -173,7 +173,7 @@ def _flat(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence[An
     return values
 
 
-def _lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[list[Any]]:
+def _check_lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[list[Any]]:
     for each in values:
         if type(each) is not list:
             raise InvalidArgument(
@@ -182,14 +182,14 @@ def _lists(name: str, shape: Sequence[int], values: Iterable[Any]) -> Iterable[l
         yield each
 
 
-def _array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
+def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
     dtype = DTYPES[datatype]
     kinds = {*map(type, flat)}
-    wrong = kinds - _TYPES[dtype.kind]
+    wrong = kinds - _ALLOWED_TYPES[dtype.kind]
     has_fractions = dtype.kind in "iu" and float in kinds and not all(map(_is_whole, flat))
     if wrong or has_fractions:
         first = next(each for each in flat if type(each) in wrong or (has_fractions and not _is_whole(each)))
-        raise InvalidArgument(f"{label(name)}: data: expected {_CALLED[dtype.kind]} for {datatype}, got {describe_value(first)}")
+        raise InvalidArgument(f"{label(name)}: data: expected {_KIND_NAMES[dtype.kind]} for {datatype}, got {describe_value(first)}")
     try:
         with np.errstate(over="ignore"):
             # Of a float numpy would not tell that it is too large.
@@ -206,15 +206,15 @@ def _is_whole(value: object) -> bool:
     return not isinstance(value, float) or value.is_integer()
 
 
-def check_count(name: str, array: Array, most: int = MOST_VALUES) -> None:
+def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
     """Check that the values of an output are no more than the others leave.
 
     Raises:
         TooLarge: they are too many.
     """
-    if array.size > most:
+    if array.size > max_values:
         raise TooLarge(
-            f"output {label(name)}: expected at most {MOST_VALUES} values in JSON, of which {most} are left, "
+            f"output {label(name)}: expected at most {MAX_VALUES} values in JSON, of which {max_values} are left, "
             f"got {array.size}: ask for binary data"
         )
 
@@ -225,7 +225,7 @@ def to_values(name: str, array: Array) -> list[Any]:
     Raises:
         InvalidArgument: JSON does not have them.
     """
-    if datatype_of(array) in _RAW_ALONE:
+    if datatype_of(array) in _RAW_ONLY:
         raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise InvalidArgument(f"output {label(name)}: JSON has neither NaN nor infinity: ask for binary data")

@@ -22,7 +22,7 @@ class Caller(NamedTuple):
     name: str
 
 
-_HOW = (
+_HOW_TO_AUTHENTICATE = (
     "send `authorization: Bearer TOKEN` with a token that the gateway knows, or come as a user, or with a certificate, "
     "that its configuration names"
 )
@@ -44,7 +44,7 @@ class Identities:
     users: Mapping[int, Caller]
     anonymous: Caller | None = None
 
-    def of(self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None) -> Caller:
+    def authenticate(self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None) -> Caller:
         """Return who has proven this; a token goes before a certificate, and that before a user.
 
         Raises:
@@ -53,7 +53,7 @@ class Identities:
         caller = None
         if token is not None:
             # No other time tells anything of a token than that of its digest.
-            caller = self.tokens.get(digest(token))
+            caller = self.tokens.get(token_digest(token))
             if caller is None:
                 raise Unauthenticated("the token is none of the gateway's")
         if caller is None and common_name is not None:
@@ -62,16 +62,16 @@ class Identities:
             caller = self.users.get(uid)
         caller = caller or self.anonymous
         if caller is None:
-            raise Unauthenticated(f"the caller is not known: {_HOW}")
+            raise Unauthenticated(f"the caller is not known: {_HOW_TO_AUTHENTICATE}")
         return caller
 
 
-def digest(token: str) -> bytes:
+def token_digest(token: str) -> bytes:
     """Return what a file with tokens has of one."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def bearer(authorization: str) -> str:
+def parse_bearer(authorization: str) -> str:
     """Return the token of a header `authorization`.
 
     Raises:
@@ -79,5 +79,5 @@ def bearer(authorization: str) -> str:
     """
     scheme, _, token = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated(f"expected another authorization: {_HOW}")
+        raise Unauthenticated(f"expected another authorization: {_HOW_TO_AUTHENTICATE}")
     return token.strip()

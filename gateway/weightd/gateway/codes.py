@@ -60,7 +60,7 @@ def retry_after(error: RequestError) -> int | None:
     return None if error.retry_after is None else math.ceil(error.retry_after)
 
 
-def told(error: WeightdError) -> RequestError:
+def to_request_error(error: WeightdError) -> RequestError:
     """Return the error that a caller is told: of what the client says to this process, the code that it means."""
     if isinstance(error, RequestError):
         return error

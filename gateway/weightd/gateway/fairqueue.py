@@ -18,8 +18,8 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[T]] = {}
-        self._used: dict[Hashable, float] = {}
-        self._now = 0.0
+        self._used_s: dict[Hashable, float] = {}
+        self._virtual_time = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -28,23 +28,23 @@ class FairQueue(Generic[T]):
         """Append an item of a user."""
         if user not in self._waiting:
             self._waiting[user] = deque()
-            self._used[user] = max(self._used.get(user, 0.0), self._now)
+            self._used_s[user] = max(self._used_s.get(user, 0.0), self._virtual_time)
         self._waiting[user].append(item)
 
     def get(self) -> tuple[Hashable, T]:
         """Remove and return the next item and its user; of users with equal seconds, the one that waits longest."""
-        user = min(self._waiting, key=self._used.__getitem__)
+        user = min(self._waiting, key=self._used_s.__getitem__)
         items = self._waiting.pop(user)
         item = items.popleft()
         if items:
             self._waiting[user] = items
-        self._now = self._used[user]
+        self._virtual_time = self._used_s[user]
         return user, item
 
     def charge(self, user: Hashable, seconds: float) -> None:
         """Count seconds that an item of a user took."""
-        self._used[user] = self._used.get(user, self._now) + seconds
-        self._used = {each: used for each, used in self._used.items() if used > self._now or each in self._waiting}
+        self._used_s[user] = self._used_s.get(user, self._virtual_time) + seconds
+        self._used_s = {each: used for each, used in self._used_s.items() if used > self._virtual_time or each in self._waiting}
 
     def clear(self) -> list[T]:
         """Remove and return all items."""

@@ -17,7 +17,7 @@ class Front(Protocol):
         """
         ...
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds.
 
         It may not have been started, or only in part.

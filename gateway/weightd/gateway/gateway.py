@@ -29,9 +29,9 @@ class Gateway:
     """
 
     config: GatewayConfig
-    identities: Identities
-    service: Service
+    authenticator: Identities
+    daemon_client: Service
     regions: Regions
-    helpers: Helpers
+    parsers: Helpers
     sockets: Sequence[socket.socket] = ()
     handshakes: Handshakes = field(default_factory=Handshakes)

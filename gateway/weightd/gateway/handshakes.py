@@ -24,20 +24,20 @@ _log = logging.getLogger("weightd.gateway")
 
 Work = Callable[[], None]
 
-SHARE = 0.25
+LOOP_SHARE = 0.25
 """Part of the event loop's time that handshakes may take."""
 
-MOST = 1024
+MAX_HANDSHAKES = 1024
 """Connections whose handshake is not complete. A peer may have at most three times as many as it leaves to others."""
 
-MOST_BEGUN = 64
+MAX_STARTED = 64
 """Those whose handshake has begun, which takes about 300 KB; the others wait. A peer's part of them is as above."""
 
-BEGUN_S = 10.0
+STARTED_TIMEOUT_S = 10.0
 """Seconds in which a handshake that has begun has to be complete."""
 
 # Between two lines of the log about refused handshakes of one peer.
-_QUIET_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 
 class Pace:
@@ -51,9 +51,9 @@ class Pace:
         clock: tells the time in seconds.
     """
 
-    def __init__(self, share: float, later: Callable[[float, Work], object], clock: Callable[[], float]) -> None:
-        self._pause = 1.0 / share - 1.0
-        self._later = later
+    def __init__(self, share: float, call_later: Callable[[float, Work], object], clock: Callable[[], float]) -> None:
+        self._pause_factor = 1.0 / share - 1.0
+        self._call_later = call_later
         self._clock = clock
         self._waiting: FairQueue[Work] = FairQueue()
         self._is_pausing = False
@@ -62,9 +62,9 @@ class Pace:
         """Run a piece of work of a peer now, or when it is the turn of the peer."""
         self._waiting.put(key, work)
         if not self._is_pausing:
-            self._next()
+            self._run_next()
 
-    def _next(self) -> None:
+    def _run_next(self) -> None:
         self._is_pausing = False
         if not self._waiting:
             return
@@ -76,7 +76,7 @@ class Pace:
         finally:
             seconds = self._clock() - begun
             self._waiting.charge(key, seconds)
-            self._later(self._pause * seconds, self._next)
+            self._call_later(self._pause_factor * seconds, self._run_next)
 
 
 class Places:
@@ -86,27 +86,27 @@ class Places:
         most: places; how many each peer may have of that is for `Shares` to say.
     """
 
-    def __init__(self, most: int) -> None:
-        self._shares = Shares(most)
+    def __init__(self, limit: int) -> None:
+        self._limit = Shares(limit)
         self._waiting: dict[str | None, deque[Work]] = {}
 
     def take(self, key: str | None, begin: Work) -> None:
         """Call a function when there is a place: now, or within `give` for another one."""
-        if key not in self._waiting and self._shares.take(key):
+        if key not in self._waiting and self._limit.take(key):
             begin()
         else:
             self._waiting.setdefault(key, deque()).append(begin)
 
-    def give(self, key: str | None, begin: Work) -> None:
+    def release(self, key: str | None, begin: Work) -> None:
         """Free the place of a user, or have it wait no more."""
         if begin in self._waiting.get(key, ()):
             self._waiting[key].remove(begin)
             if not self._waiting[key]:
                 del self._waiting[key]
             return
-        self._shares.give(key)
+        self._limit.release(key)
         for each in [*self._waiting]:
-            if self._shares.take(each):
+            if self._limit.take(each):
                 # The peer's next turn comes after those of all others.
                 queue = self._waiting.pop(each)
                 following = queue.popleft()
@@ -123,25 +123,25 @@ class Handshakes:
         most_begun: of them, those whose handshake has begun.
     """
 
-    def __init__(self, most: int = MOST, most_begun: int = MOST_BEGUN) -> None:
-        self._most = most
-        self._shares = Shares(most)
-        self._begun = Places(most_begun)
-        self._pace = Pace(SHARE, _call_later, time.perf_counter)
-        self._refusals = Seldom(_QUIET_S)
+    def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
+        self._max_handshakes = max_handshakes
+        self._limit = Shares(max_handshakes)
+        self._started = Places(max_started)
+        self._runner = Pace(LOOP_SHARE, _call_later, time.perf_counter)
+        self._refusal_log = Seldom(_LOG_INTERVAL_S)
 
     @property
-    def taken(self) -> int:
+    def in_progress(self) -> int:
         """How many connections there are whose handshake is not complete."""
-        return self._shares.taken
+        return self._limit.in_use
 
     async def complete(
         self,
         connection: socket.socket,
         peer: Peer,
         context: ssl.SSLContext,
-        patience: float,
-        make: Callable[[], asyncio.Protocol],
+        timeout_s: float,
+        protocol_factory: Callable[[], asyncio.Protocol],
     ) -> None:
         """Complete the handshake of a connection and attach a protocol to it.
 
@@ -157,51 +157,51 @@ class Handshakes:
             asyncio.TimeoutError: other handshakes took all the time.
         """
         key = None if peer.is_operator else peer.key
-        if not self._shares.take(key):
+        if not self._limit.take(key):
             connection.close()
-            why = f"{peer.key} has its share of {self._most} TLS handshakes under way"
-            untold = self._refusals.record(peer.key, time.monotonic())
-            if untold is not None:
-                more = f" ({untold} more since the last such line)" if untold else ""
-                _log.warning("new connection refused: %s%s", why, more)
-            raise ConnectionAbortedError(why)
-        place = asyncio.get_running_loop().create_future()
+            reason = f"{peer.key} has its share of {self._max_handshakes} TLS handshakes under way"
+            suppressed_count = self._refusal_log.record(peer.key, time.monotonic())
+            if suppressed_count is not None:
+                more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
+                _log.warning("new connection refused: %s%s", reason, more)
+            raise ConnectionAbortedError(reason)
+        admitted = asyncio.get_running_loop().create_future()
 
         def begin() -> None:
-            if not place.done():
-                place.set_result(None)
+            if not admitted.done():
+                admitted.set_result(None)
 
-        self._begun.take(key, begin)
+        self._started.take(key, begin)
         try:
             try:
-                await asyncio.wait_for(place, patience)
+                await asyncio.wait_for(admitted, timeout_s)
             except BaseException:
                 connection.close()
                 raise
-            await self._complete(connection, peer, context, min(patience, BEGUN_S), make)
+            await self._complete(connection, peer, context, min(timeout_s, STARTED_TIMEOUT_S), protocol_factory)
         finally:
-            self._begun.give(key, begin)
-            self._shares.give(key)
+            self._started.release(key, begin)
+            self._limit.release(key)
 
     async def _complete(
         self,
         connection: socket.socket,
         peer: Peer,
         context: ssl.SSLContext,
-        patience: float,
-        make: Callable[[], asyncio.Protocol],
+        timeout_s: float,
+        protocol_factory: Callable[[], asyncio.Protocol],
     ) -> None:
         loop = asyncio.get_running_loop()
         raw, _ = await loop.connect_accepted_socket(_Paused, connection)
         early = _Early()
         upgrade = loop.create_task(
-            loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=patience)
+            loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
         )
         try:
             # The task has set asyncio's protocol for TLS by then, which has received nothing yet.
             await asyncio.sleep(0)
             inner = raw.get_protocol()
-            raw.set_protocol(_Gate(raw, inner, connection, partial(self._pace.run, peer.key)))
+            raw.set_protocol(_Gate(raw, inner, connection, partial(self._runner.run, peer.key)))
             transport = await upgrade
         except BaseException:
             upgrade.cancel()
@@ -211,7 +211,7 @@ class Handshakes:
             raw.abort()
             raise ConnectionResetError("the client has left after the handshake")
         raw.set_protocol(inner)
-        early.hand_over(transport, make())
+        early.hand_over(transport, protocol_factory())
 
 
 def _call_later(seconds: float, work: Work) -> object:
@@ -240,16 +240,16 @@ class _Gate(asyncio.Protocol):
         raw: asyncio.Transport,
         inner: asyncio.BaseProtocol,
         connection: socket.socket,
-        run: Callable[[Work], None],
+        run_fairly: Callable[[Work], None],
     ) -> None:
         self._raw = raw
         self._inner = inner
         self._connection = connection
-        self._run = run
+        self._run_fairly = run_fairly
 
     def data_received(self, data: bytes) -> None:
         self._raw.pause_reading()
-        self._run(partial(self._pass_on, data))
+        self._run_fairly(partial(self._pass_on, data))
 
     def _pass_on(self, data: bytes) -> None:
         if self._raw.is_closing():
@@ -278,7 +278,7 @@ class _Early(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._protocol: asyncio.Protocol | None = None
-        self._data = b""
+        self._received = b""
         self._has_ended = False
 
     def hand_over(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
@@ -286,13 +286,13 @@ class _Early(asyncio.Protocol):
         self._protocol = protocol
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
-        if self._data:
-            protocol.data_received(self._data)
+        if self._received:
+            protocol.data_received(self._received)
         if self._has_ended and not protocol.eof_received():
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._data += data
+        self._received += data
 
     def eof_received(self) -> bool:
         self._has_ended = True

@@ -9,16 +9,16 @@ import resource
 from pathlib import Path
 
 # Seconds between two looks.
-WATCH_S = 1.0
+WATCH_INTERVAL_S = 1.0
 
 # Growth of the resident memory beyond its least, from which on freed memory is returned.
 GROWTH_BYTES = 16 * 1024 * 1024
 
 # Looks without an attempt, after attempts in vain.
-_LONGEST_PAUSE = 3
+_MAX_SKIPPED = 3
 
 # Arenas of the C library: threads of gRPC's library have one each by default, which all keep what was freed.
-_MOST_ARENAS = 2
+_MAX_ARENAS = 2
 _M_ARENA_MAX = -8
 
 _STATM = Path("/proc/self/statm")
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None)
 
 # Larger blocks have mappings of their own, which are returned when they are freed. By default glibc stops doing so
 # after it has freed a few.
-_MAPPED_BYTES = 1024 * 1024
+_MMAP_THRESHOLD_BYTES = 1024 * 1024
 _M_MMAP_THRESHOLD = -3
 
 
@@ -36,8 +36,8 @@ def set_up() -> None:
     """Tell the C library how to keep less; this has to come before other threads."""
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_ARENA_MAX, _MOST_ARENAS)
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 class Growth:
@@ -48,26 +48,26 @@ class Growth:
     """
 
     def __init__(self) -> None:
-        self._least: int | None = None
-        self._pause = 0
-        self._skip = 0
+        self._min_bytes: int | None = None
+        self._backoff = 0
+        self._checks_to_skip = 0
 
-    def is_due(self, resident: int) -> bool:
+    def is_due(self, resident_bytes: int) -> bool:
         """Return whether freed memory is to be returned now, of so many bytes of resident memory."""
-        if self._least is None or resident < self._least:
-            self._least = resident
-        if resident <= self._least + GROWTH_BYTES:
-            self._pause = self._skip = 0
+        if self._min_bytes is None or resident_bytes < self._min_bytes:
+            self._min_bytes = resident_bytes
+        if resident_bytes <= self._min_bytes + GROWTH_BYTES:
+            self._backoff = self._checks_to_skip = 0
             return False
-        if self._skip:
-            self._skip -= 1
+        if self._checks_to_skip:
+            self._checks_to_skip -= 1
             return False
         return True
 
-    def returned(self, nbytes: int) -> None:
+    def record_trimmed(self, nbytes: int) -> None:
         """Note how many bytes were returned."""
-        self._pause = 0 if nbytes >= GROWTH_BYTES // 4 else min(2 * self._pause + 1, _LONGEST_PAUSE)
-        self._skip = self._pause
+        self._backoff = 0 if nbytes >= GROWTH_BYTES // 4 else min(2 * self._backoff + 1, _MAX_SKIPPED)
+        self._checks_to_skip = self._backoff
 
 
 async def watch() -> None:
@@ -78,15 +78,15 @@ async def watch() -> None:
     trim = getattr(_libc, "malloc_trim", None)
     growth = Growth()
     while trim is not None:
-        before = _resident()
+        before = _resident_bytes()
         if growth.is_due(before):
             # An error and the frames that it passed through refer to each other, and these to the body of a request.
             gc.collect()
             # It takes a while for a large heap, and needs no lock of Python.
             await asyncio.to_thread(trim, 0)
-            growth.returned(before - _resident())
-        await asyncio.sleep(WATCH_S)
+            growth.record_trimmed(before - _resident_bytes())
+        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return int(_STATM.read_text("ascii").split()[1]) * resource.getpagesize()

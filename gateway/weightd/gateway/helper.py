@@ -29,7 +29,7 @@ T = TypeVar("T")
 # Seconds without a job after which the child exits.
 IDLE_S = 30.0
 
-JOB_LIMIT_S = 10.0
+JOB_TIMEOUT_S = 10.0
 """Seconds after which a job is stopped with its child. The largest one takes less than a second of a free core."""
 
 SMALL_BYTES = 128 * 1024
@@ -97,10 +97,10 @@ class Helper:
     def __init__(self, nice: int) -> None:
         self._nice = nice
         self._jobs: FairQueue[_Job] = FairQueue()
-        self._worker: asyncio.Task[None] | None = None
+        self._job_task: asyncio.Task[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._idle: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     @property
@@ -120,8 +120,8 @@ class Helper:
         loop = asyncio.get_running_loop()
         job = _Job(function, arguments, loop.create_future())
         self._jobs.put(caller.tenant or caller, job)
-        if self._worker is None:
-            self._worker = loop.create_task(self._work())
+        if self._job_task is None:
+            self._job_task = loop.create_task(self._run_jobs())
         result = await job.result
         if isinstance(result, Failure):
             try:
@@ -134,38 +134,38 @@ class Helper:
     async def close(self) -> None:
         """End the child; jobs end in `Unavailable`."""
         self._is_closed = True
-        if self._worker is not None:
-            self._worker.cancel()
-            await asyncio.wait([self._worker])
+        if self._job_task is not None:
+            self._job_task.cancel()
+            await asyncio.wait([self._job_task])
         for job in self._jobs.clear():
             if not job.result.done():
                 job.result.set_result(Failure(Unavailable("the gateway stops")))
-        self._end()
+        self._kill_child()
 
-    async def _work(self) -> None:
+    async def _run_jobs(self) -> None:
         try:
             while self._jobs:
                 user, job = self._jobs.get()
                 if not job.result.done():
-                    self._jobs.charge(user, await self._do(job))
+                    self._jobs.charge(user, await self._run_job(job))
         finally:
-            self._worker = None
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._end)
+            self._job_task = None
+        self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
-    async def _do(self, job: _Job) -> float:
+    async def _run_job(self, job: _Job) -> float:
         """Run a job and return the seconds that it took, without those in which the child started."""
-        begun, limit = time.monotonic(), JOB_LIMIT_S
+        started_at, timeout_s = time.monotonic(), JOB_TIMEOUT_S
         seconds: float | None = None
         result: Any
         try:
-            seconds, result = await asyncio.wait_for(self._answered(job), limit)
+            seconds, result = await asyncio.wait_for(self._call_child(job), timeout_s)
         except asyncio.TimeoutError:
-            _log.warning("a job of the helper process took longer than %g s; killing the process", limit)
-            self._end()
-            result = Failure(Unavailable(f"parsing or rendering took longer than {limit:g} s in the gateway"))
+            _log.warning("a job of the helper process took longer than %g s; killing the process", timeout_s)
+            self._kill_child()
+            result = Failure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
         except (OSError, EOFError) as error:
             _log.warning("the helper process died: %s", str(error) or "it closed its connection")
-            self._end()
+            self._kill_child()
             result = Failure(Unavailable("the gateway's helper process died during this request"))
         except asyncio.CancelledError:
             if not job.result.done():
@@ -173,23 +173,23 @@ class Helper:
             raise
         if not job.result.done():
             job.result.set_result(result)
-        return time.monotonic() - begun if seconds is None else seconds
+        return time.monotonic() - started_at if seconds is None else seconds
 
-    async def _answered(self, job: _Job) -> tuple[float, Any]:
+    async def _call_child(self, job: _Job) -> tuple[float, Any]:
         loop = asyncio.get_running_loop()
-        channel = self._started()
-        for part in message((job.function, job.arguments)):
+        channel = self._ensure_started()
+        for part in encode_message((job.function, job.arguments)):
             await loop.sock_sendall(channel, part)
-        count = COUNT.unpack(await _received(channel, COUNT.size))[0]
-        lengths = [LENGTH.unpack(await _received(channel, LENGTH.size))[0] for _ in range(count + 1)]
-        content, *buffers = [await _received(channel, each) for each in lengths]
+        count = COUNT.unpack(await _receive(channel, COUNT.size))[0]
+        lengths = [LENGTH.unpack(await _receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
+        content, *buffers = [await _receive(channel, each) for each in lengths]
         # The child is this process's own, and runs no code but that of this package.
         return pickle.loads(content, buffers=buffers)  # type: ignore[no-any-return] # noqa: S301
 
-    def _started(self) -> socket.socket:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
+    def _ensure_started(self) -> socket.socket:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -203,8 +203,8 @@ class Helper:
             self._channel = ours
         return self._channel
 
-    def _end(self) -> None:
-        self._idle = None
+    def _kill_child(self) -> None:
+        self._idle_timer = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -214,7 +214,7 @@ class Helper:
             self._process = None
 
 
-def message(content: object) -> Sequence[bytes | memoryview]:
+def encode_message(content: object) -> Sequence[bytes | memoryview]:
     """Return the parts of a message."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
@@ -223,7 +223,7 @@ def message(content: object) -> Sequence[bytes | memoryview]:
     return [b"".join((COUNT.pack(len(views)), *lengths, pickled)), *views]
 
 
-async def _received(channel: socket.socket, size: int) -> bytearray:
+async def _receive(channel: socket.socket, size: int) -> bytearray:
     loop = asyncio.get_running_loop()
     content = bytearray(size)
     view = memoryview(content)

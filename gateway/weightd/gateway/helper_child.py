@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from weightd.gateway.helper import COUNT, LENGTH, Failure, message
+from weightd.gateway.helper import COUNT, LENGTH, Failure, encode_message
 from weightd.protocol.errors import Internal, RequestError
 
 # After a job with more bytes than this, freed memory is returned to the kernel.
@@ -34,20 +34,20 @@ def main() -> None:
 
 def _run_one(channel: socket.socket) -> int:
     """Run a job; return how many bytes it and its result had."""
-    count: int = COUNT.unpack(_received(channel, COUNT.size))[0]
-    lengths: list[int] = [LENGTH.unpack(_received(channel, LENGTH.size))[0] for _ in range(count + 1)]
-    content, *buffers = [_received(channel, each) for each in lengths]
+    count: int = COUNT.unpack(_receive(channel, COUNT.size))[0]
+    lengths: list[int] = [LENGTH.unpack(_receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
+    content, *buffers = [_receive(channel, each) for each in lengths]
     function, arguments = pickle.loads(content, buffers=buffers)  # noqa: S301 - the parent is this program
     size = 0
-    begun = time.monotonic()
-    result = _result(function, arguments)
-    for part in message((time.monotonic() - begun, result)):
+    started_at = time.monotonic()
+    result = _call_function(function, arguments)
+    for part in encode_message((time.monotonic() - started_at, result)):
         channel.sendall(part)
         size += len(part)
     return size + sum(lengths)
 
 
-def _result(function: Any, arguments: Any) -> Any:
+def _call_function(function: Any, arguments: Any) -> Any:
     try:
         return function(*arguments)
     except RequestError as error:
@@ -56,7 +56,7 @@ def _result(function: Any, arguments: Any) -> Any:
         return Failure(Internal(f"the gateway failed: {type(error).__name__}: {error}"))
 
 
-def _received(channel: socket.socket, size: int) -> bytearray:
+def _receive(channel: socket.socket, size: int) -> bytearray:
     content = bytearray(size)
     view = memoryview(content)
     while view:

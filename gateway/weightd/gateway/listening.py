@@ -26,23 +26,23 @@ _log = logging.getLogger("weightd.gateway")
 BACKLOG = 1024
 
 # A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
-_SLICE_S = 1e-4
+_ACCEPT_SLICE_S = 1e-4
 
 # Where the process has no descriptor for the next connection, until some have been closed.
-_PAUSE_S = 0.1
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_ACCEPT_BACKOFF_S = 0.1
+_EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 # Of the kernel for what a client sends and nobody has read, and for what it does not read: by itself the kernel keeps
 # several megabytes of each connection. It doubles this number, for its own needs.
 BUFFER_BYTES = 208 * 1024
 
 # Between two lines of the log about refused connections of one peer.
-_QUIET_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # Of a socket in a directory that others may enter: its owner and group may connect.
 _MODE = 0o660
 
-Admit = Callable[[socket.socket, Peer], None]
+OnConnection = Callable[[socket.socket, Peer], None]
 
 
 class Accepting:
@@ -63,17 +63,17 @@ class Accepting:
         listener: socket.socket,
         admission: Admission,
         peers: Peers,
-        admit: Admit,
-        refusal: Callable[[str], bytes] | None = None,
+        on_connection: OnConnection,
+        refusal_response: Callable[[str], bytes] | None = None,
     ) -> None:
         self._listener = listener
         self._admission = admission
         self._peers = peers
-        self._admit = admit
-        self._refusal = refusal
-        self._refusals = Seldom(_QUIET_S)
+        self._on_connection = on_connection
+        self._refusal_response = refusal_response
+        self._refusal_log = Seldom(_LOG_INTERVAL_S)
         self._loop = asyncio.get_running_loop()
-        self._pause: asyncio.TimerHandle | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         # Connections have the same.
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
@@ -85,70 +85,70 @@ class Accepting:
         """Accept no further connection."""
         if self._listener.fileno() < 0:
             return
-        if self._pause is not None:
-            self._pause.cancel()
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
 
     def _accept(self) -> None:
-        until = time.monotonic() + _SLICE_S
-        now = until - _SLICE_S
+        until = time.monotonic() + _ACCEPT_SLICE_S
+        now = until - _ACCEPT_SLICE_S
         while now < until:
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in _EXHAUSTED_ERRNOS:
                     raise
-                self._wait_for_room(error)
+                self._pause_accepting(error)
                 return
-            self._take(connection, now)
+            self._admit(connection, now)
             now = time.monotonic()
 
-    def _take(self, connection: socket.socket, now: float) -> None:
+    def _admit(self, connection: socket.socket, now: float) -> None:
         connection.setblocking(False)
         peer = self._peers.identify(connection)
         if not peer.is_known:
             connection.close()
             return
-        why = self._admission.refusal(peer, now)
-        if why is None:
-            self._admit(connection, peer)
+        reason = self._admission.admit(peer, now)
+        if reason is None:
+            self._on_connection(connection, peer)
             return
         with connection, contextlib.suppress(OSError):
-            if self._refusal is not None:
-                connection.send(self._refusal(why))
-        untold = self._refusals.record(peer.key, now)
-        if untold is not None:
-            more = f" ({untold} more since the last such line)" if untold else ""
-            _log.warning("new connection refused: %s%s", why, more)
+            if self._refusal_response is not None:
+                connection.send(self._refusal_response(reason))
+        suppressed_count = self._refusal_log.record(peer.key, now)
+        if suppressed_count is not None:
+            more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
+            _log.warning("new connection refused: %s%s", reason, more)
 
-    def _wait_for_room(self, error: OSError) -> None:
+    def _pause_accepting(self, error: OSError) -> None:
         """Pause: else the loop would be woken again and again by the connection that cannot be accepted."""
-        _log.warning("no connection can be accepted: %s; trying again in %g s", error.strerror, _PAUSE_S)
+        _log.warning("no connection can be accepted: %s; trying again in %g s", error.strerror, _ACCEPT_BACKOFF_S)
         self._loop.remove_reader(self._listener.fileno())
-        self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+        self._pause_timer = self._loop.call_later(_ACCEPT_BACKOFF_S, self._resume_accepting)
 
-    def _resume(self) -> None:
-        self._pause = None
+    def _resume_accepting(self) -> None:
+        self._pause_timer = None
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
 
-def bound(place: Place, protocol: str) -> socket.socket:
+def bind(address: Place, protocol: str) -> socket.socket:
     """Return a socket that is bound to an address.
 
     Raises:
         OSError: the address cannot be had; the text names it and the protocol.
     """
     try:
-        return _unix(Path(place.path)) if place.path else _tcp(place)
+        return _bind_unix(Path(address.path)) if address.path else _bind_tcp(address)
     except OSError as error:
-        raise OSError(error.errno, f"{protocol}: {place}: {error.strerror or error}") from None
+        raise OSError(error.errno, f"{protocol}: {address}: {error.strerror or error}") from None
 
 
-def _tcp(place: Place) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+def _bind_tcp(listen_address: Place) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(listen_address.host, listen_address.port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -161,10 +161,10 @@ def _tcp(place: Place) -> socket.socket:
     return listener
 
 
-def _unix(path: Path) -> socket.socket:
+def _bind_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     try:
-        if path.is_socket() and _is_dead(path):
+        if path.is_socket() and _is_stale(path):
             path.unlink()
         listener.bind(str(path))
         path.chmod(_MODE)
@@ -174,13 +174,13 @@ def _unix(path: Path) -> socket.socket:
     return listener
 
 
-def _is_dead(path: Path) -> bool:
+def _is_stale(path: Path) -> bool:
     """Whether nobody listens there any more: a gateway was killed."""
     with socket.socket(socket.AF_UNIX) as asking:
         return asking.connect_ex(str(path)) != 0
 
 
-def tls(config: GatewayConfig) -> ssl.SSLContext | None:
+def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
     """Return the TLS context of the configuration; None where it has no certificate.
 
     Raises:

@@ -13,16 +13,16 @@ from weightd.shared.seldom import Seldom
 _STDERR = 2
 
 # Between two lines about errors of one class that nothing has foreseen.
-_FAILURES_S = 10.0
+_FAILURE_LOG_INTERVAL_S = 10.0
 
-_failures = Seldom(_FAILURES_S)
+_failure_log = Seldom(_FAILURE_LOG_INTERVAL_S)
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
     """Log an error that nothing has foreseen, with its traceback: seldom, as a caller may cause it again and again."""
-    left_out = _failures.record(type(error).__name__, time.monotonic())
-    if left_out is not None:
-        more = f" ({left_out} more since the last such line)" if left_out else ""
+    suppressed_count = _failure_log.record(type(error).__name__, time.monotonic())
+    if suppressed_count is not None:
+        more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
         log.error("%s%s", what, more, exc_info=error)
 
 
@@ -49,7 +49,7 @@ def set_up(level: int) -> None:
     logging.getLogger("weightd").setLevel(level)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
     line = to_one_line(f"weightd gateway: {text}")
     print(add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line, file=sys.stderr)

@@ -34,6 +34,6 @@ class Manager:
         except OSError as error:
             _log.warning("the service manager cannot be told %s: %s", assignments[0], error)
 
-    def reloading(self) -> None:
+    def notify_reloading(self) -> None:
         """A reload begins; it ends with the next READY=1."""
         self.notify(*servicemanager.reloading_message())

@@ -45,13 +45,13 @@ _EXAMPLE = """\
 anonymous = "-"                 # whoever is on this host may ask, as a client of weightd's may
 """
 
-_FIRST = """\
+_EXAMPLE_HEADER = """\
 # The configuration of the gateway, see weightd-gateway.toml(5); `weightd gateway --check FILE` says what is wrong with
 # it. What is commented out shows the default.
 [gateway]
 """
 
-_LAST = """\
+_EXAMPLE_FOOTER = """\
 # [certificates]
 # "shop.example.org" = "sales"
 
@@ -67,7 +67,7 @@ def page() -> str:
     page.text(_DESCRIPTION)
     page.heading("[gateway]")
     for key in iterate_keys(GatewayConfig):
-        page.entry(f"{bold(key.name)} ({italic(_kind(key))})", key.meaning)
+        page.entry(f"{bold(key.name)} ({italic(_key_type(key))})", key.meaning)
     page.heading("CALLERS")
     page.text(_CALLERS)
     for name, meaning in (("certificates", _CERTIFICATES), ("users", _USERS)):
@@ -80,13 +80,13 @@ def page() -> str:
     return page.source()
 
 
-def _kind(key: Key) -> str:
+def _key_type(key: Key) -> str:
     return f"{key.kind}; default {key.default}" if key.default.strip('"') else key.kind
 
 
 def example() -> str:
     """Return a configuration in which whoever is on this host may ask, and each other key is a comment."""
-    return "\n".join([_FIRST, *(line for key in iterate_keys(GatewayConfig) for line in _lines(key)), _LAST])
+    return "\n".join([_EXAMPLE_HEADER, *(line for key in iterate_keys(GatewayConfig) for line in _lines(key)), _EXAMPLE_FOOTER])
 
 
 def _lines(key: Key) -> Iterator[str]:

@@ -27,7 +27,7 @@ _EXTENSIONS = (
 _SHARED_MEMORY = "system_shared_memory"
 
 # What a repository index calls a model that cannot answer, by its state; any other is on its way.
-_STATES: Mapping[str, str] = {"failed": "UNAVAILABLE", "gone": "UNAVAILABLE", "draining": "UNLOADING"}
+_INDEX_STATES: Mapping[str, str] = {"failed": "UNAVAILABLE", "gone": "UNAVAILABLE", "draining": "UNLOADING"}
 
 # Triton's word for the library that runs a model, by weightd's: tools choose icons by it, and ask for nothing.
 _BACKENDS: Mapping[str, str] = {"onnxruntime": "onnxruntime"}
@@ -48,8 +48,8 @@ def model_metadata(answer: ModelMetadataResponse) -> View:
         "name": answer.name,
         "versions": [VERSION],
         "platform": _PLATFORMS.get(answer.platform, answer.platform),
-        "inputs": [_tensor(each) for each in answer.inputs],
-        "outputs": [_tensor(each) for each in answer.outputs],
+        "inputs": [_tensor_view(each) for each in answer.inputs],
+        "outputs": [_tensor_view(each) for each in answer.outputs],
     }
 
 
@@ -65,8 +65,8 @@ def model_config(answer: ModelMetadataResponse) -> View:
         "backend": _BACKENDS.get(answer.platform, answer.platform),
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,
-        "input": [_config_tensor(each) for each in answer.inputs],
-        "output": [_config_tensor(each) for each in answer.outputs],
+        "input": [_config_tensor_view(each) for each in answer.inputs],
+        "output": [_config_tensor_view(each) for each in answer.outputs],
         "model_transaction_policy": {"decoupled": False},
     }
     return config
@@ -81,31 +81,31 @@ def statistics(metrics: MetricsResponse, model: str = "") -> View:
     Raises:
         NotFound: there is no such model.
     """
-    chosen = [each for each in metrics.models if model in ("", each.name)]
-    if model and not chosen:
+    selected = [each for each in metrics.models if model in ("", each.name)]
+    if model and not selected:
         raise NotFound(f"no model {model!r}; there are: {', '.join(each.name for each in metrics.models) or 'none'}")
-    return {"model_stats": [_statistics(each, _failures(metrics, each.name)) for each in chosen]}
+    return {"model_stats": [_statistics_view(each, _count_failures(metrics, each.name)) for each in selected]}
 
 
-def repository_index(metrics: MetricsResponse, *, ready: bool = False) -> list[View]:
+def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> list[View]:
     """Return the models that there are; `ready`: those that can answer."""
     return [
         {"name": each.name, "version": VERSION, "state": state_of(each), "reason": "" if each.ready else each.state}
         for each in metrics.models
-        if each.ready or not ready
+        if each.ready or not only_ready
     ]
 
 
 def state_of(model: ModelMetrics) -> str:
     """Return the state of a model in the words of a repository index."""
-    return "READY" if model.ready else _STATES.get(model.state, "LOADING")
+    return "READY" if model.ready else _INDEX_STATES.get(model.state, "LOADING")
 
 
-def _tensor(signature: TensorSignature) -> View:
+def _tensor_view(signature: TensorSignature) -> View:
     return {"name": signature.name, "datatype": signature.datatype, "shape": _shape(signature)}
 
 
-def _config_tensor(signature: TensorSignature) -> View:
+def _config_tensor_view(signature: TensorSignature) -> View:
     return {"name": signature.name, "data_type": f"TYPE_{signature.datatype}", "dims": _shape(signature)}
 
 
@@ -114,8 +114,8 @@ def _shape(signature: TensorSignature) -> list[int]:
     return [-1] if signature.shape is None else [*signature.shape]
 
 
-def _statistics(model: ModelMetrics, failures: int) -> View:
-    requests = _duration(model.request_seconds)
+def _statistics_view(model: ModelMetrics, failures: int) -> View:
+    requests = _duration_view(model.request_seconds)
     nothing = {"count": requests["count"], "ns": 0}
     return {
         "name": model.name,
@@ -127,9 +127,9 @@ def _statistics(model: ModelMetrics, failures: int) -> View:
         "inference_stats": {
             "success": requests,
             "fail": {"count": failures, "ns": 0},
-            "queue": _duration(model.queue_seconds),
+            "queue": _duration_view(model.queue_seconds),
             "compute_input": nothing,
-            "compute_infer": _duration(model.compute_seconds),
+            "compute_infer": _duration_view(model.compute_seconds),
             "compute_output": nothing,
             "cache_hit": {"count": 0, "ns": 0},
             "cache_miss": {"count": 0, "ns": 0},
@@ -138,10 +138,10 @@ def _statistics(model: ModelMetrics, failures: int) -> View:
     }
 
 
-def _duration(histogram: Histogram) -> View:
+def _duration_view(histogram: Histogram) -> View:
     return {"count": sum(histogram.counts), "ns": round(1e9 * histogram.sum)}
 
 
-def _failures(metrics: MetricsResponse, model: str) -> int:
+def _count_failures(metrics: MetricsResponse, model: str) -> int:
     accounts = (account for tenant in metrics.tenants for account in tenant.accounts if account.model == model)
     return sum(sum(account.refused.values()) for account in accounts)

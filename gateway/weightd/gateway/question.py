@@ -35,4 +35,4 @@ class Question:
     id: str = ""
 
 
-Answer = Arrays
+InferenceResult = Arrays

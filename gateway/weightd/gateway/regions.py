@@ -21,16 +21,16 @@ from weightd.protocol.schema import describe_value, label
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) has its files
 
 # Each is a descriptor: of one caller, and of all.
-MOST_OF_CALLER = 64
-MOST = 1024
+MAX_REGIONS_PER_CALLER = 64
+MAX_REGIONS = 1024
 
 # As shm_open(3) has them, but only what is harmless in a path and a log.
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.+-]{0,254})")
 
 # Of a process's semaphores, sem_open(3): nobody has tensors there.
-_SEMAPHORE = "sem."
+_SEMAPHORE_PREFIX = "sem."
 
-_OFF = "shared memory is off at this gateway (shared_memory)"
+_DISABLED = "shared memory is off at this gateway (shared_memory)"
 
 
 class Region:
@@ -44,15 +44,15 @@ class Region:
         # Whoever has it may use it to the end, though its name is gone.
         weakref.finalize(self, os.close, descriptor)
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read(self, offset: int, buffer: memoryview) -> None:
         """Fill `into` with what is there now.
 
         Raises:
             InvalidArgument: the file has become shorter.
         """
         done = 0
-        while done < len(into):
-            count = os.preadv(self._descriptor, [into[done:]], self.offset + offset + done)
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], self.offset + offset + done)
             if not count:
                 raise InvalidArgument("the region is shorter than it was when it was registered")
             done += count
@@ -89,7 +89,7 @@ class Regions:
     def __init__(self, *, enabled: bool, directory: Path = DIRECTORY) -> None:
         self._enabled = enabled
         self._directory = directory
-        self._of: dict[Caller, dict[str, Region]] = {}
+        self._by_caller: dict[Caller, dict[str, Region]] = {}
 
     def register(self, caller: Caller, name: str, key: object, offset: object, byte_size: object) -> None:
         """Have a part of a file called `name` from now on.
@@ -98,23 +98,23 @@ class Regions:
             InvalidArgument: it cannot be had, or the caller has something of that name.
             ResourceExhausted: the caller, or all of them, have as many as they may.
         """
-        own = self._own(caller)
+        own = self._regions_of(caller)
         if not 0 < len(name.encode("utf-8", "surrogatepass")) <= limits.MAX_NAME_BYTES:
             raise InvalidArgument(f"region: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes")
         if name in own:
             raise InvalidArgument(f"region {label(name)} is registered already")
-        if len(own) >= MOST_OF_CALLER or sum(map(len, self._of.values())) >= MOST:
-            raise ResourceExhausted(f"at most {MOST_OF_CALLER} regions of a caller, and {MOST} of all, are registered")
-        first, size = _number("offset", offset), _number("byte_size", byte_size)
-        own[name] = self._opened(key, first, size)
+        if len(own) >= MAX_REGIONS_PER_CALLER or sum(map(len, self._by_caller.values())) >= MAX_REGIONS:
+            raise ResourceExhausted(f"at most {MAX_REGIONS_PER_CALLER} regions of a caller, and {MAX_REGIONS} of all, are registered")
+        first, size = _check_integer("offset", offset), _check_integer("byte_size", byte_size)
+        own[name] = self._open_region(key, first, size)
 
     def unregister(self, caller: Caller, name: str = "") -> None:
         """Forget a region of the caller's, or all of them; one that there is not is forgotten already."""
-        own = self._own(caller)
+        own = self._regions_of(caller)
         if name:
             own.pop(name, None)
         if not (name and own):
-            self._of.pop(caller, None)
+            self._by_caller.pop(caller, None)
 
     def status(self, caller: Caller, name: str = "") -> list[dict[str, Any]]:
         """Return what the caller has registered.
@@ -122,42 +122,42 @@ class Regions:
         Raises:
             NotFound: nothing of that name.
         """
-        own = self._own(caller)
-        chosen = {name: self._region(caller, name)} if name else own
+        own = self._regions_of(caller)
+        chosen = {name: self._find_region(caller, name)} if name else own
         return [
             {"name": each, "key": region.key, "offset": region.offset, "byte_size": region.nbytes}
             for each, region in chosen.items()
         ]
 
-    def place(self, caller: Caller, name: object, offset: object, byte_size: object) -> Place:
+    def resolve(self, caller: Caller, name: object, offset: object, byte_size: object) -> Place:
         """Return where a tensor of so many bytes is.
 
         Raises:
             InvalidArgument: it is not within the region.
             NotFound: the caller has no such region.
         """
-        region = self._region(caller, name)
-        first, size = _number("shared_memory_offset", offset), _number("shared_memory_byte_size", byte_size)
+        region = self._find_region(caller, name)
+        first, size = _check_integer("shared_memory_offset", offset), _check_integer("shared_memory_byte_size", byte_size)
         if first + size > region.nbytes:
             raise InvalidArgument(
                 f"region {label(name)}: expected at most {region.nbytes} bytes, its size, got {first} + {size}"
             )
         return Place(region, first, size)
 
-    def _own(self, caller: Caller) -> dict[str, Region]:
+    def _regions_of(self, caller: Caller) -> dict[str, Region]:
         if not self._enabled:
-            raise InvalidArgument(_OFF)
-        return self._of.setdefault(caller, {})
+            raise InvalidArgument(_DISABLED)
+        return self._by_caller.setdefault(caller, {})
 
-    def _region(self, caller: Caller, name: object) -> Region:
-        region = self._own(caller).get(name) if type(name) is str else None
+    def _find_region(self, caller: Caller, name: object) -> Region:
+        region = self._regions_of(caller).get(name) if type(name) is str else None
         if region is None:
             raise NotFound(f"no region {label(name)} is registered by this caller")
         return region
 
-    def _opened(self, key: object, offset: int, nbytes: int) -> Region:
+    def _open_region(self, key: object, offset: int, nbytes: int) -> Region:
         match = _KEY.fullmatch(key) if type(key) is str else None
-        if match is None or match.group(1).startswith(_SEMAPHORE):
+        if match is None or match.group(1).startswith(_SEMAPHORE_PREFIX):
             raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {describe_value(key)}")
         path = self._directory / match.group(1)
         try:
@@ -178,7 +178,7 @@ class Regions:
         return region
 
 
-def _number(what: str, value: object) -> int:
+def _check_integer(what: str, value: object) -> int:
     if type(value) is not int or not 0 <= value <= limits.MAX_COUNT:
         raise InvalidArgument(f"{what}: expected integer, 0 to {limits.MAX_COUNT}, got {describe_value(value)}")
     return value

@@ -25,48 +25,48 @@ class Seats:
         most: as above.
     """
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self.most = most
-        self._most_bytes = most_bytes
-        self._shares = Shares(most)
-        self._bytes = Shares(most_bytes)
+    def __init__(self, most: int, max_bytes: int) -> None:
+        self.max_requests = most
+        self._max_bytes = max_bytes
+        self._request_limit = Shares(most)
+        self._byte_limit = Shares(max_bytes)
 
     @property
-    def taken(self) -> int:
+    def in_flight(self) -> int:
         """How many there are."""
-        return self._shares.taken
+        return self._request_limit.in_use
 
     @property
-    def taken_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """How many bytes are kept of all of them."""
-        return self._bytes.taken
+        return self._byte_limit.in_use
 
     @contextlib.contextmanager
-    def one(self, caller: Caller | None) -> Generator[Seat, None, None]:
+    def admit(self, caller: Caller | None) -> Generator[Seat, None, None]:
         """Have a request under way within the block; None: of whoever asks.
 
         Raises:
             ResourceExhausted: there are as many as there may be.
         """
-        if not self._shares.take(caller):
-            raise _exhausted(f"its share of {self.most} requests", "max_in_flight")
-        seat = Seat(self._bytes, self._most_bytes, caller)
+        if not self._request_limit.take(caller):
+            raise _exhausted(f"its share of {self.max_requests} requests", "max_in_flight")
+        permit = Seat(self._byte_limit, self._max_bytes, caller)
         try:
-            yield seat
+            yield permit
         finally:
-            self._shares.give(caller)
-            seat.leave()
+            self._request_limit.release(caller)
+            permit.release()
 
-    def keep(self, caller: Caller | None, nbytes: int) -> Seat:
+    def reserve_response(self, caller: Caller | None, nbytes: int) -> Seat:
         """Return a seat of an answer with so many bytes, which outlasts that of its request: until `Seat.leave`.
 
         Raises:
             TooLarge: there will never be room for them.
             ResourceExhausted: there is none now.
         """
-        seat = Seat(self._bytes, self._most_bytes, caller)
-        seat.take(nbytes)
-        return seat
+        permit = Seat(self._byte_limit, self._max_bytes, caller)
+        permit.reserve(nbytes)
+        return permit
 
 
 class Seat:
@@ -78,28 +78,28 @@ class Seat:
         caller: whose request it is.
     """
 
-    def __init__(self, shares: Shares, most: int, caller: Caller | None) -> None:
-        self._shares = shares
-        self._most = most
+    def __init__(self, byte_limit: Shares, max_bytes: int, caller: Caller | None) -> None:
+        self._byte_limit = byte_limit
+        self._max_bytes = max_bytes
         self._caller = caller
         self._nbytes = 0
 
-    def take(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Keep so many more bytes of the request, until its end.
 
         Raises:
             TooLarge: there will never be room for so many.
             ResourceExhausted: there is none now.
         """
-        if self._nbytes + nbytes > self._most:
-            raise TooLarge(f"expected at most {self._most} bytes of a request or an answer (max_memory_bytes)")
-        if not self._shares.take(self._caller, nbytes, self._nbytes):
-            raise _exhausted(f"its share of {self._most} bytes of requests", "max_memory_bytes")
+        if self._nbytes + nbytes > self._max_bytes:
+            raise TooLarge(f"expected at most {self._max_bytes} bytes of a request or an answer (max_memory_bytes)")
+        if not self._byte_limit.take(self._caller, nbytes, self._nbytes):
+            raise _exhausted(f"its share of {self._max_bytes} bytes of requests", "max_memory_bytes")
         self._nbytes += nbytes
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Nothing is kept of it any more."""
-        self._shares.give(self._caller, self._nbytes)
+        self._byte_limit.release(self._caller, self._nbytes)
         self._nbytes = 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightd.gateway import heap
-from weightd.gateway.config.load import ConfigError, changed, load
+from weightd.gateway.config.load import ConfigError, keys_needing_restart, load
 from weightd.gateway.config.table import Config
 from weightd.gateway.front import Front
 from weightd.gateway.gateway import Gateway
@@ -32,11 +32,11 @@ class Server:
         manager: the service manager.
     """
 
-    def __init__(self, path: Path, config: Config, gateway: Gateway, fronts: Sequence[Front], manager: Manager) -> None:
+    def __init__(self, path: Path, config: Config, gateway: Gateway, frontends: Sequence[Front], manager: Manager) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway
-        self._fronts = fronts
+        self._frontends = frontends
         self._manager = manager
 
     async def run(self) -> None:
@@ -48,38 +48,38 @@ class Server:
             OSError: an address cannot be had.
         """
         loop = asyncio.get_running_loop()
-        stopped, hurried = asyncio.Event(), asyncio.Event()
+        stop_requested, stop_now = asyncio.Event(), asyncio.Event()
 
         def stop() -> None:
-            (hurried if stopped.is_set() else stopped).set()
+            (stop_now if stop_requested.is_set() else stop_requested).set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
         terminal = Terminal()
 
-        def hang_up() -> None:
+        def on_hangup() -> None:
             if terminal.has_closed():
                 # The kernel and the shell may both send it: that is no request to hurry.
-                stopped.set()
+                stop_requested.set()
             else:
                 self._reload()
 
-        loop.add_signal_handler(signal.SIGHUP, hang_up)
-        _raise_limit()
-        watching = loop.create_task(heap.watch())
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        _raise_fd_limit()
+        heap_watch_task = loop.create_task(heap.watch())
         try:
             await self._start()
             self._manager.notify("READY=1", "STATUS=serving")
-            await stopped.wait()
+            await stop_requested.wait()
             self._manager.notify("STOPPING=1", "STATUS=finishing what is under way")
-            await self._drain(hurried)
+            await self._drain(stop_now)
         finally:
-            watching.cancel()
-            await self._gateway.service.close()
-            await self._gateway.helpers.close()
+            heap_watch_task.cancel()
+            await self._gateway.daemon_client.close()
+            await self._gateway.parsers.close()
 
     async def _start(self) -> None:
-        for front in self._fronts:
+        for front in self._frontends:
             try:
                 places = await front.start()
             except OSError:
@@ -88,37 +88,37 @@ class Server:
             for place in places:
                 _log.info("serving at %s", place)
 
-    async def _drain(self, hurried: asyncio.Event) -> None:
-        stopping = asyncio.create_task(self._stop(self._gateway.config.drain_timeout))
-        hurry = asyncio.create_task(hurried.wait())
-        await asyncio.wait([stopping, hurry], return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
-            stopping.cancel()
-            await asyncio.wait([stopping])
+    async def _drain(self, stop_now: asyncio.Event) -> None:
+        stop_task = asyncio.create_task(self._stop(self._gateway.config.drain_timeout))
+        stop_now_task = asyncio.create_task(stop_now.wait())
+        await asyncio.wait([stop_task, stop_now_task], return_when=asyncio.FIRST_COMPLETED)
+        if not stop_task.done():
+            stop_task.cancel()
+            await asyncio.wait([stop_task])
             await self._stop(0.0)
-        hurry.cancel()
+        stop_now_task.cancel()
 
-    async def _stop(self, grace: float) -> None:
-        await asyncio.gather(*(front.stop(grace) for front in self._fronts))
+    async def _stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(front.stop(grace_s) for front in self._frontends))
 
     def _reload(self) -> None:
         """Read the configuration again: who is who holds from now on, for who is connected, too."""
-        self._manager.reloading()
+        self._manager.notify_reloading()
         try:
-            config, identities = load(self._path, self._config.gateway.http if self._manager.sockets else ())
+            config, authenticator = load(self._path, self._config.gateway.http if self._manager.sockets else ())
         except ConfigError as error:
             for problem in error.problems:
                 _log.error("the reload changes nothing: %s", problem)
         else:
-            for key in changed(self._config, config):
+            for key in keys_needing_restart(self._config, config):
                 _log.warning("gateway.%s has changed, which takes a restart", key)
-            self._gateway.identities = identities
-            _log.info("reloaded: %d tokens", len(identities.tokens))
+            self._gateway.authenticator = authenticator
+            _log.info("reloaded: %d tokens", len(authenticator.tokens))
         self._manager.notify("READY=1")
 
 
-def _raise_limit() -> None:
+def _raise_fd_limit() -> None:
     """Have as many descriptors as this process may: each caller is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

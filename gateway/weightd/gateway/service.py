@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from weightd.client import AsyncClient
 from weightd.gateway.callers import Caller
-from weightd.gateway.codes import told
-from weightd.gateway.question import Answer, Question
+from weightd.gateway.codes import to_request_error
+from weightd.gateway.question import InferenceResult, Question
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import WeightdError
 from weightd.protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
@@ -20,7 +20,7 @@ from weightd.protocol.messages.status import StatusResponse
 T = TypeVar("T")
 
 # Of what costs the daemon milliseconds for each process, whoever asks for it and how often.
-_FRESH_S = 1.0
+_CACHE_TTL_S = 1.0
 
 
 class Service:
@@ -40,7 +40,7 @@ class Service:
         self._clients: dict[str | None, AsyncClient] = {}
         self._statuses: dict[str | None, _Latest[StatusResponse]] = {}
         self._metrics: dict[str | None, _Latest[MetricsResponse]] = {}
-        self.seats = seats
+        self.admission = seats
 
     async def server(self, caller: Caller) -> ServerMetadataResponse:
         """Return the daemon's version and the names of the models that there are for the caller.
@@ -48,42 +48,42 @@ class Service:
         Raises:
             RequestError: as all these do; whatever goes wrong is one.
         """
-        return await _answered(self._client(caller).server())
+        return await _await_response(self._client(caller).server())
 
     async def ready(self, caller: Caller, model: str = "") -> ReadyResponse:
         """Return whether a model, or with "" each of the caller's, can answer."""
-        return await _answered(self._client(caller).ready(model))
+        return await _await_response(self._client(caller).ready(model))
 
     async def metadata(self, caller: Caller, model: str) -> ModelMetadataResponse:
         """Return what a model takes and gives, as soon as it is loaded."""
-        return await _answered(self._client(caller).metadata(model))
+        return await _await_response(self._client(caller).metadata(model))
 
     async def status(self, caller: Caller) -> StatusResponse:
         """Return what the daemon is doing, or was a second ago."""
         client = self._client(caller)
-        latest = self._statuses.setdefault(caller.tenant, _Latest(lambda: _answered(client.status())))
+        latest = self._statuses.setdefault(caller.tenant, _Latest(lambda: _await_response(client.status())))
         return await latest.get()
 
     async def metrics(self, caller: Caller) -> MetricsResponse:
         """Return what the daemon has counted, or had a second ago."""
         client = self._client(caller)
-        latest = self._metrics.setdefault(caller.tenant, _Latest(lambda: _answered(client.metrics())))
+        latest = self._metrics.setdefault(caller.tenant, _Latest(lambda: _await_response(client.metrics())))
         return await latest.get()
 
-    async def infer(self, caller: Caller, question: Question) -> Answer:
+    async def infer(self, caller: Caller, request: Question) -> InferenceResult:
         """Return what the model answers. A task that is cancelled meanwhile takes the request back."""
         client = self._client(caller)
-        return await _answered(
+        return await _await_response(
             client.infer(
-                question.model,
-                question.inputs,
-                outputs=question.outputs,
-                timeout=question.timeout,
-                priority=question.priority,
+                request.model,
+                request.inputs,
+                outputs=request.outputs,
+                timeout=request.timeout,
+                priority=request.priority,
             )
         )
 
-    def room(self, caller: Caller, nbytes: int) -> Any:
+    def allocate(self, caller: Caller, nbytes: int) -> Any:
         """Return an array of so many bytes to receive a request into, which need not be copied to be sent."""
         return self._client(caller).empty((nbytes,), "u1")
 
@@ -100,11 +100,11 @@ class Service:
         return client
 
 
-async def _answered(asked: Awaitable[T]) -> T:
+async def _await_response(response: Awaitable[T]) -> T:
     try:
-        return await asked
+        return await response
     except WeightdError as error:
-        wanted = told(error)
+        wanted = to_request_error(error)
         try:
             if wanted is error:
                 raise
@@ -117,14 +117,14 @@ async def _answered(asked: Awaitable[T]) -> T:
 class _Latest(Generic[T]):
     """An answer that is good for everybody who asks within a second; who comes while it is asked for waits for that."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
-        self._ask = ask
+    def __init__(self, fetch: Callable[[], Awaitable[T]]) -> None:
+        self._fetch = fetch
         self._lock = asyncio.Lock()
-        self._at = float("-inf")
+        self._fetched_at = float("-inf")
 
     async def get(self) -> T:
         async with self._lock:
-            if time.monotonic() - self._at > _FRESH_S:
-                self._answer = await self._ask()
-                self._at = time.monotonic()
-            return self._answer
+            if time.monotonic() - self._fetched_at > _CACHE_TTL_S:
+                self._response = await self._fetch()
+                self._fetched_at = time.monotonic()
+            return self._response

@@ -7,7 +7,7 @@ from collections import Counter
 from weightd.gateway.callers import Caller
 
 # Of what would still be free: who is alone has three quarters of all, and each of two has three sevenths.
-_TIMES_FREE = 3
+_MAX_TIMES_FREE = 3
 
 
 class Shares:
@@ -22,33 +22,33 @@ class Shares:
         taken: how many are somebody's.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._of: Counter[str | Caller] = Counter()
-        self.taken = 0
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._count_by_caller: Counter[str | Caller] = Counter()
+        self.in_use = 0
 
-    def take(self, caller: Caller | str | None, count: int = 1, own: int = 0) -> bool:
+    def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
         """Have so many more, if they are to be had; return whether they were.
 
         The first of a caller are if any are, and those that come to `own`, which are all that it has.
         """
-        free = self._most - self.taken - count
+        free = self._limit - self.in_use - count
         if free < 0:
             return False
         if caller is not None:
-            who = caller if isinstance(caller, str) else caller.tenant or caller
-            has = self._of[who]
-            if has > own and has + count > _TIMES_FREE * free:
+            key = caller if isinstance(caller, str) else caller.tenant or caller
+            count_before = self._count_by_caller[key]
+            if count_before > held and count_before + count > _MAX_TIMES_FREE * free:
                 return False
-            self._of[who] = has + count
-        self.taken += count
+            self._count_by_caller[key] = count_before + count
+        self.in_use += count
         return True
 
-    def give(self, caller: Caller | str | None, count: int = 1) -> None:
+    def release(self, caller: Caller | str | None, count: int = 1) -> None:
         """Have so many fewer."""
-        self.taken -= count
+        self.in_use -= count
         if caller is not None:
-            who = caller if isinstance(caller, str) else caller.tenant or caller
-            self._of[who] -= count
-            if not self._of[who]:
-                del self._of[who]
+            key = caller if isinstance(caller, str) else caller.tenant or caller
+            self._count_by_caller[key] -= count
+            if not self._count_by_caller[key]:
+                del self._count_by_caller[key]

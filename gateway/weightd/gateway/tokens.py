@@ -14,13 +14,13 @@ from weightd.protocol import limits
 from weightd.protocol.schema import label
 from weightd.shared.regular import read_regular
 
-OWN = "-"
+NO_TENANT = "-"
 """In the place of a tenant: the gateway itself asks."""
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 # Of a file: hundreds of thousands of tokens.
-_MOST_BYTES = 64 * 1024 * 1024
+_MAX_BYTES = 64 * 1024 * 1024
 
 
 class TokenFileError(Exception):
@@ -35,22 +35,22 @@ class TokenFileError(Exception):
         self.problems = problems
 
 
-def read(path: Path) -> dict[bytes, Caller]:
+def read_tokens(path: Path) -> dict[bytes, Caller]:
     """Return who the tokens of a file belong to, by the sha256 of each.
 
     Raises:
         TokenFileError: it cannot be read, or a line of it is wrong.
     """
     try:
-        text = read_regular(path, _MOST_BYTES).decode("utf-8-sig")
+        text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise TokenFileError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TokenFileError(f"{path}: expected text in UTF-8") from None
-    return parse(text, str(path))
+    return parse_tokens(text, str(path))
 
 
-def parse(text: str, path: str) -> dict[bytes, Caller]:
+def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
     """Return what `read` does, of a text.
 
     Raises:
@@ -58,30 +58,30 @@ def parse(text: str, path: str) -> dict[bytes, Caller]:
     """
     callers: dict[bytes, Caller] = {}
     problems: list[str] = []
-    for number, words in _lines(text):
-        problem = _problem(words) or ("this token is there already" if bytes.fromhex(words[0]) in callers else "")
+    for number, words in _entries(text):
+        problem = _check_entry(words) or ("this token is there already" if bytes.fromhex(words[0]) in callers else "")
         if problem:
             problems.append(f"{path}: line {number}: {problem}")
         else:
-            callers[bytes.fromhex(words[0])] = caller(words[1], words[2] if len(words) > 2 else f"token {words[0][:8]}")
+            callers[bytes.fromhex(words[0])] = parse_caller(words[1], words[2] if len(words) > 2 else f"token {words[0][:8]}")
     if problems:
         raise TokenFileError(*problems)
     return callers
 
 
-def caller(tenant: str, name: str) -> Caller:
+def parse_caller(tenant: str, name: str) -> Caller:
     """Return who asks for a tenant as a configuration writes it."""
-    return Caller(None if tenant == OWN else tenant, name)
+    return Caller(None if tenant == NO_TENANT else tenant, name)
 
 
-def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
+def _entries(text: str) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if words and not words[0].startswith("#"):
             yield number, words
 
 
-def _problem(words: list[str]) -> str:
+def _check_entry(words: list[str]) -> str:
     if not 2 <= len(words) <= 3:
         return "expected SHA256 TENANT, and a name if you like"
     if not _DIGEST.fullmatch(words[0]):

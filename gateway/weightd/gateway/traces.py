@@ -7,9 +7,9 @@ import re
 TRACEPARENT = "traceparent"
 
 # Version, trace, parent, flags; version ff is forbidden, and so are ids of zeros.
-_FORM = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def trace(given: str) -> str:
+def valid_traceparent(traceparent: str) -> str:
     """Return what was given; "" where that is none."""
-    return given if given and _FORM.fullmatch(given) else ""
+    return traceparent if traceparent and _PATTERN.fullmatch(traceparent) else ""

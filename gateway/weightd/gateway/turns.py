@@ -10,11 +10,11 @@ Work = Callable[[], None]
 SLICE_S = 1e-4
 """Time of one pass of the loop for work of all peers; a piece of work that has begun is finished."""
 
-PIECE_S = 2.5e-4
+CHUNK_S = 2.5e-4
 """Time of one piece of what a connection has sent. A request takes as much again once it is parsed."""
 
 
-PASSES = 32
+PIPELINE_PASSES = 32
 """Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
 
 
@@ -25,34 +25,34 @@ class Ahead:
         later: calls a function in the next pass of the loop.
     """
 
-    def __init__(self, later: Callable[[Work], object]) -> None:
-        self._later = later
-        self._passes = 0
+    def __init__(self, call_soon: Callable[[Work], object]) -> None:
+        self._call_soon = call_soon
+        self._passes_left = 0
         self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
 
     def run(self, key: str, begin: Work) -> None:
         """Begin a request of a peer now, or when it is the turn of the peer."""
         self._waiting.setdefault(key, deque()).append(begin)
-        if not self._passes:
-            self._next()
+        if not self._passes_left:
+            self._begin_next()
 
-    def _next(self) -> None:
+    def _begin_next(self) -> None:
         if not self._waiting:
             return
         key, queue = self._waiting.popitem(last=False)
         begin = queue.popleft()
         if queue:
             self._waiting[key] = queue
-        self._passes = PASSES
-        self._later(self._pass)
+        self._passes_left = PIPELINE_PASSES
+        self._call_soon(self._on_pass)
         begin()
 
-    def _pass(self) -> None:
-        self._passes -= 1
-        if self._passes:
-            self._later(self._pass)
+    def _on_pass(self) -> None:
+        self._passes_left -= 1
+        if self._passes_left:
+            self._call_soon(self._on_pass)
         else:
-            self._next()
+            self._begin_next()
 
 
 class Turns:
@@ -66,45 +66,45 @@ class Turns:
         ahead: begins requests that were sent ahead.
     """
 
-    def __init__(self, later: Callable[[Work], object], clock: Callable[[], float]) -> None:
-        self.ahead = Ahead(later)
-        self._later = later
+    def __init__(self, call_soon: Callable[[Work], object], clock: Callable[[], float]) -> None:
+        self.pipelined = Ahead(call_soon)
+        self._call_soon = call_soon
         self._clock = clock
-        self._left = SLICE_S
+        self._time_left_s = SLICE_S
         self._is_scheduled = False
         self._waiting: OrderedDict[str, deque[Work]] = OrderedDict()
 
     def run(self, key: str, work: Work) -> None:
         """Run a piece of work of a peer now, or when it is the turn of the peer."""
-        if self._waiting or self._left <= 0.0:
+        if self._waiting or self._time_left_s <= 0.0:
             self._waiting.setdefault(key, deque()).append(work)
         else:
-            self._spend(work)
+            self._run_timed(work)
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._later(self._pass)
+            self._call_soon(self._on_pass)
 
-    def _pass(self) -> None:
+    def _on_pass(self) -> None:
         self._is_scheduled = False
-        self._left = SLICE_S
+        self._time_left_s = SLICE_S
         try:
-            while self._waiting and self._left > 0.0:
+            while self._waiting and self._time_left_s > 0.0:
                 key, queue = self._waiting.popitem(last=False)
                 work = queue.popleft()
                 if queue:
                     self._waiting[key] = queue
-                self._spend(work)
+                self._run_timed(work)
         finally:
             if self._waiting and not self._is_scheduled:
                 self._is_scheduled = True
-                self._later(self._pass)
+                self._call_soon(self._on_pass)
 
-    def _spend(self, work: Work) -> None:
-        begun = self._clock()
+    def _run_timed(self, work: Work) -> None:
+        started_at = self._clock()
         try:
             work()
         finally:
-            self._left -= self._clock() - begun
+            self._time_left_s -= self._clock() - started_at
 
 
 class Piece:
@@ -114,16 +114,16 @@ class Piece:
         size: of the next piece.
     """
 
-    LEAST = 2 * 1024
-    MOST = 256 * 1024
-    FIRST = 2 * 1024
+    MIN_BYTES = 2 * 1024
+    MAX_BYTES = 256 * 1024
+    INITIAL_BYTES = 2 * 1024
 
     def __init__(self) -> None:
-        self.size = self.FIRST
+        self.size_bytes = self.INITIAL_BYTES
 
-    def took(self, nbytes: int, seconds: float) -> None:
+    def on_parsed(self, nbytes: int, seconds: float) -> None:
         """Adjust the size after a piece with so many bytes."""
-        if seconds > PIECE_S:
-            self.size = max(self.LEAST, self.size // 2)
-        elif nbytes == self.size and seconds < PIECE_S / 4:
-            self.size = min(self.MOST, self.size * 2)
+        if seconds > CHUNK_S:
+            self.size_bytes = max(self.MIN_BYTES, self.size_bytes // 2)
+        elif nbytes == self.size_bytes and seconds < CHUNK_S / 4:
+            self.size_bytes = min(self.MAX_BYTES, self.size_bytes * 2)

@@ -27,14 +27,14 @@ EXPECTED = "a .npy file, as numpy.save writes it, .npz, .json, .csv or a picture
 STDIN = "-"
 
 # Of an array with its header, and of several in a file.
-_MOST_BYTES = limits.MAX_FRAME_BYTES + 65536
-_MOST_TOGETHER = 8 * _MOST_BYTES
+_MAX_BYTES = limits.MAX_FRAME_BYTES + 65536
+_MAX_TOTAL_BYTES = 8 * _MAX_BYTES
 
 # Longer arrays are shown by their corners.
-_MAX_SHOWN = 64
+_MAX_SHOWN_VALUES = 64
 
 
-def opened(path: str) -> BinaryIO:
+def open_input(path: str) -> BinaryIO:
     """Return a file at its beginning; of what cannot be read twice, such as stdin ("-") or a pipe, a copy in memory.
 
     Raises:
@@ -44,25 +44,25 @@ def opened(path: str) -> BinaryIO:
         if path == STDIN:
             if not hasattr(sys.stdin, "buffer"):  # it is None where the caller has closed it
                 raise BadInput("stdin: it is closed")
-            return _copied("stdin", sys.stdin.buffer)
+            return _read_all("stdin", sys.stdin.buffer)
         file = Path(path).open("rb")  # noqa: SIM115 - who has called closes it
         if not file.seekable():
             with file:
-                return _copied(path, file)
+                return _read_all(path, file)
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
-    if size > _MOST_TOGETHER:
+    if size > _MAX_TOTAL_BYTES:
         file.close()
-        raise BadInput(f"{path}: expected a file of at most {_MOST_TOGETHER:,} bytes, got {size:,}")
+        raise BadInput(f"{path}: expected a file of at most {_MAX_TOTAL_BYTES:,} bytes, got {size:,}")
     return file
 
 
-def _copied(path: str, file: BinaryIO) -> BinaryIO:
-    content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise BadInput(f"{path}: expected at most {_MOST_BYTES:,} bytes")
+def _read_all(path: str, file: BinaryIO) -> BinaryIO:
+    content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise BadInput(f"{path}: expected at most {_MAX_BYTES:,} bytes")
     return io.BytesIO(content)
 
 
@@ -74,19 +74,19 @@ def load(path: str, file: BinaryIO) -> Any:
     """
     start = file.read(len(_MAGIC))
     if start != _MAGIC:
-        raise BadInput(f"{path}: expected {EXPECTED}, got {_kind(start)}")
+        raise BadInput(f"{path}: expected {EXPECTED}, got {_describe_content(start)}")
     file.seek(0)
     return _parse(path, file)
 
 
-def load_several(path: str, file: BinaryIO) -> Dict[str, Any]:
+def load_all(path: str, file: BinaryIO) -> Dict[str, Any]:
     """Return the arrays of an .npz file by their names.
 
     Raises:
         BadInput: it is another kind of file.
     """
-    archive = _archive(path, file)
-    return {name: _member(path, archive, name) for name in archive.files}
+    archive = _open_archive(path, file)
+    return {name: _read_member(path, archive, name) for name in archive.files}
 
 
 def load_one(path: str, file: BinaryIO, name: str) -> Any:
@@ -95,14 +95,14 @@ def load_one(path: str, file: BinaryIO, name: str) -> Any:
     Raises:
         BadInput: it is another kind of file, or has no such array.
     """
-    archive = _archive(path, file)
+    archive = _open_archive(path, file)
     if name not in archive.files:
-        there = ", ".join(map(clean, archive.files)) or "none"
-        raise BadInput(f"{path}: it has no array {name!r}; there are: {there}; FILE.npz:ARRAY names another one")
-    return _member(path, archive, name)
+        available = ", ".join(map(clean, archive.files)) or "none"
+        raise BadInput(f"{path}: it has no array {name!r}; there are: {available}; FILE.npz:ARRAY names another one")
+    return _read_member(path, archive, name)
 
 
-def _archive(path: str, file: BinaryIO) -> Any:
+def _open_archive(path: str, file: BinaryIO) -> Any:
     if file.read(4) not in NPZ:
         raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it")
     file.seek(0)
@@ -112,12 +112,12 @@ def _archive(path: str, file: BinaryIO) -> Any:
         nbytes = sum(each.file_size for each in archive.zip.infolist())
     except AttributeError:
         raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it") from None
-    if nbytes > _MOST_TOGETHER:
-        raise BadInput(f"{path}: expected arrays of at most {_MOST_TOGETHER:,} bytes together, got {nbytes:,}")
+    if nbytes > _MAX_TOTAL_BYTES:
+        raise BadInput(f"{path}: expected arrays of at most {_MAX_TOTAL_BYTES:,} bytes together, got {nbytes:,}")
     return archive
 
 
-def _member(path: str, archive: Any, name: str) -> Any:
+def _read_member(path: str, archive: Any, name: str) -> Any:
     try:
         array: Any = archive[name]
     except Exception as error:  # noqa: BLE001 - as below
@@ -137,7 +137,7 @@ def _parse(path: str, file: BinaryIO) -> Any:
         raise BadInput(f"{path}: it is damaged or incomplete: {clean(str(error))}") from None
 
 
-def _kind(start: bytes) -> str:
+def _describe_content(start: bytes) -> str:
     if not start:
         return "an empty file"
     if start.startswith(b"PK"):
@@ -149,7 +149,7 @@ def _kind(start: bytes) -> str:
 
 def as_text(name: str, array: Any) -> str:
     """Return an output for people: what it is, and its values or their corners."""
-    values = np.array2string(array, threshold=_MAX_SHOWN, max_line_width=WIDTH)
+    values = np.array2string(array, threshold=_MAX_SHOWN_VALUES, max_line_width=WIDTH)
     return f"{heading(name, array)}\n{values}"
 
 
@@ -162,7 +162,7 @@ def as_json(name: str, array: Any) -> Dict[str, Any]:
     """Return an output as the Open Inference Protocol's JSON has it: data is flat, in C order."""
     data = array.reshape(-1).tolist()
     if array.dtype.kind == "f":
-        data = [number(value) for value in data]
+        data = [json_number(value) for value in data]
     return {**describe(name, array), "data": data}
 
 
@@ -171,7 +171,7 @@ def describe(name: str, array: Any) -> Dict[str, Any]:
     return {"name": name, "datatype": spec_of(name, array).datatype, "shape": list(array.shape)}
 
 
-def number(value: float) -> Any:
+def json_number(value: float) -> Any:
     """Return a float for JSON, which has no word for three: protobuf's JSON mapping writes them as text."""
     if math.isfinite(value):
         return value
@@ -185,7 +185,7 @@ def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
         BadOutput: a file cannot be written.
     """
     paths: Dict[str, str] = {}
-    for name, path in _paths(Path(directory), list(outputs)):
+    for name, path in _output_paths(Path(directory), list(outputs)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             np.save(str(path), outputs[name], allow_pickle=False)
@@ -212,13 +212,13 @@ def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
     return dict.fromkeys(outputs, path)
 
 
-def _paths(directory: Path, names: List[str]) -> List[Tuple[str, Path]]:
+def _output_paths(directory: Path, names: List[str]) -> List[Tuple[str, Path]]:
     """A file for each name. A name comes from the model: it must not choose the directory too."""
-    taken: Dict[str, Path] = {}
+    paths: Dict[str, Path] = {}
     for name in names:
         stem = "".join("_" if each == "/" or not each.isprintable() else each for each in name)
         path = directory / f"{stem}.npy"
-        if path in taken.values():
-            path = directory / f"{stem}.{len(taken)}.npy"
-        taken[name] = path
-    return list(taken.items())
+        if path in paths.values():
+            path = directory / f"{stem}.{len(paths)}.npy"
+        paths[name] = path
+    return list(paths.items())

@@ -27,27 +27,27 @@ from weightd.shared.commandline import Parser
 from weightd.shared.interrupts import redelivering_interrupts
 from weightd.shared.journal import add_priority, is_connected_to_journal
 
-VERBS: Dict[str, Verb] = {
-    "status": status.VERB,
-    "top": top.VERB,
-    "metrics": metrics.VERB,
-    "models": models.VERB,
-    "metadata": metadata.VERB,
-    "health": health.VERB,
-    "predict": predict.VERB,
-    "events": events.VERB,
-    "logs": logs.VERB,
-    "bench": bench.VERB,
-    "advise": advise.VERB,
-    "update": update.VERB,
-    "update-weights": update.WEIGHTS_VERB,
-    "reload": reload.VERB,
-    "keygen": keygen.VERB,
-    "install-units": install.VERB,
+COMMANDS: Dict[str, Verb] = {
+    "status": status.COMMAND,
+    "top": top.COMMAND,
+    "metrics": metrics.COMMAND,
+    "models": models.COMMAND,
+    "metadata": metadata.COMMAND,
+    "health": health.COMMAND,
+    "predict": predict.COMMAND,
+    "events": events.COMMAND,
+    "logs": logs.COMMAND,
+    "bench": bench.COMMAND,
+    "advise": advise.COMMAND,
+    "update": update.COMMAND,
+    "update-weights": update.WEIGHTS_COMMAND,
+    "reload": reload.COMMAND,
+    "keygen": keygen.COMMAND,
+    "install-units": install.COMMAND,
 }
 
 # For a reload that systemd orders: the descriptor, and the priority of syslog.
-_STDERR, _ERROR = 2, 3
+_STDERR_FD, _PRIORITY_ERROR = 2, 3
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
@@ -68,26 +68,26 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except KeyboardInterrupt:
         return exits.INTERRUPTED
     except BrokenPipeError:
-        _forget_stdout()
+        _discard_stdout()
         return exits.BROKEN_PIPE
     except OSError as error:
-        _forget_stdout()
+        _discard_stdout()
         print(f"weightctl: cannot write the output: {error.strerror}", file=sys.stderr)
         return exits.CANNOT_WRITE
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        verb: Verb = options.verb
-        return verb.run(options, lambda: _connect(options))
+        command: Verb = options.verb
+        return command.run(options, lambda: _connect(options))
     except Ended as error:
-        _explain(error.code, error, as_json=options.json)
+        _print_error(error.code, error, as_json=options.json)
         return error.status
     except RequestError as error:
-        _explain(error.code, error, as_json=options.json)
+        _print_error(error.code, error, as_json=options.json)
         return exits.ERROR
     except WeightdError as error:
-        _explain("PROTOCOL", error, as_json=options.json)
+        _print_error("PROTOCOL", error, as_json=options.json)
         return exits.PROTOCOL
 
 
@@ -99,15 +99,15 @@ def _connect(options: argparse.Namespace) -> Client:
         raise NotReached(error) from None
 
 
-def _explain(code: str, error: WeightdError, *, as_json: bool) -> None:
+def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"code": code, "text": str(error)}}))
     else:
         text = f"{code}: {clean_lines(str(error))}"
-        print(add_priority(text, _ERROR) if is_connected_to_journal(os.environ, _STDERR) else text, file=sys.stderr)
+        print(add_priority(text, _PRIORITY_ERROR) if is_connected_to_journal(os.environ, _STDERR_FD) else text, file=sys.stderr)
 
 
-def _forget_stdout() -> None:
+def _discard_stdout() -> None:
     """Let the interpreter's last flush at exit go nowhere: it could only fail again, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -122,10 +122,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weightctl {VERSION}")
     _add_common(parser, {"socket": "", "timeout": DEFAULT_TIMEOUT_S, "json": False})
-    verbs = parser.add_subparsers(metavar="VERB", dest="name")
-    verbs.required = True
-    for name, verb in VERBS.items():
-        sub = verbs.add_parser(
+    subparsers = parser.add_subparsers(metavar="VERB", dest="name")
+    subparsers.required = True
+    for name, verb in COMMANDS.items():
+        sub = subparsers.add_parser(
             name, help=verb.help, description=verb.description, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         # Common options may stand before the verb or after it; the later one counts.
@@ -137,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
     """Add the common options; what has no default here keeps what it has elsewhere, or none."""
-    default = defaults.get if defaults else _suppressed
+    default = defaults.get if defaults else _suppress_default
     parser.add_argument(
         "--socket",
         default=default("socket"),
@@ -149,7 +149,7 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
     parser.add_argument(
         "--timeout",
         default=default("timeout"),
-        type=_seconds,
+        type=_parse_seconds,
         metavar="S",
         help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
     )
@@ -165,11 +165,11 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
     )
 
 
-def _suppressed(_: str) -> object:
+def _suppress_default(_: str) -> object:
     return argparse.SUPPRESS
 
 
-def _seconds(argument: str) -> float:
+def _parse_seconds(argument: str) -> float:
     try:
         seconds = float(argument)
     except ValueError:

@@ -13,7 +13,7 @@ from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightd.client.client import Client
 from weightd.ctl import exits
-from weightd.ctl.text import clean, count, moment
+from weightd.ctl.text import clean, count, local_time
 from weightd.ctl.verb import Connect, NotReached, Verb, check_model
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.protocol.messages.journal import Event
@@ -38,7 +38,7 @@ a line for each event, {"number", ...}.
 Exit status: 0 good, 1 there is neither such a model nor an event about it, 69 the daemon
 cannot be reached, 130 Ctrl-C."""
 
-_PAUSE_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 _UNITS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 _SINCE = re.compile(r"([0-9]{1,9}) ?(s|min|h|d|)")
@@ -48,19 +48,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="only what is about this model")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
     parser.add_argument(
-        "--since", type=_since, metavar="T", help="only of so long ago or later: 90s, 10min, 2h, 7d (default: all)"
+        "--since", type=_parse_since, metavar="T", help="only of so long ago or later: 90s, 10min, 2h, 7d (default: all)"
     )
-    parser.add_argument("-n", "--lines", type=_lines, metavar="N", help="only the last N (default: all)")
+    parser.add_argument("-n", "--lines", type=_parse_lines, metavar="N", help="only the last N (default: all)")
 
 
-def _since(argument: str) -> float:
+def _parse_since(argument: str) -> float:
     found = _SINCE.fullmatch(argument)
     if found is None:
         raise argparse.ArgumentTypeError(f"expected a time such as 90s, 10min, 2h or 7d, got {argument!r}")
     return float(int(found[1]) * _UNITS[found[2]])
 
 
-def _lines(argument: str) -> int:
+def _parse_lines(argument: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,5}", argument):
         raise argparse.ArgumentTypeError(f"expected a number of events, got {argument!r}")
     return int(argument)
@@ -77,31 +77,31 @@ class Told(NamedTuple):
     """
 
     events: Deque[Event]
-    last: int
+    last_number: int
     missed: int
-    some: bool
+    has_events: bool
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     since = 0.0 if options.since is None else time.time() - options.since
     with connect() as client:
         try:
-            told = _ask(client, options.model, 0, since, options.lines)
-            if options.model and not told.some:
+            batch = _fetch(client, options.model, 0, since, options.lines)
+            if options.model and not batch.has_events:
                 check_model(client.status(), options.model)
         except (Unavailable, DeadlineExceeded) as error:
             raise NotReached(error) from None
         if options.json and not options.follow:
-            print(json.dumps({"events": [dataclasses.asdict(each) for each in told.events], "missed": told.missed}))
+            print(json.dumps({"events": [dataclasses.asdict(each) for each in batch.events], "missed": batch.missed}))
         else:
-            _show(options, told)
+            _print_batch(options, batch)
         if options.follow:
-            _follow(client, options, told.last)
+            _follow(client, options, batch.last_number)
     return exits.OK
 
 
-def _ask(client: Client, model: str, after: int, since: float = 0.0, most: Optional[int] = None) -> Told:
-    events: Deque[Event] = deque(maxlen=most)
+def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_events: Optional[int] = None) -> Told:
+    events: Deque[Event] = deque(maxlen=max_events)
     missed, some = 0, False
     while True:
         answer = client.events(after, model)
@@ -117,34 +117,34 @@ def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
     """Show what happens, until Ctrl-C."""
     is_lost = False
     while True:
-        time.sleep(_PAUSE_S)
+        time.sleep(_POLL_INTERVAL_S)
         try:
-            told = _ask(client, options.model, after)
+            told = _fetch(client, options.model, after)
         except (Unavailable, DeadlineExceeded) as error:
             if not is_lost:
                 print(f"{error.code}: {clean(str(error))}; it is asked again", file=sys.stderr)
             is_lost = True
             continue
         is_lost = False
-        after = told.last
-        _show(options, told)
+        after = told.last_number
+        _print_batch(options, told)
 
 
-def _show(options: argparse.Namespace, told: Told) -> None:
-    for line in _lines_of(told, as_json=options.json):
+def _print_batch(options: argparse.Namespace, batch: Told) -> None:
+    for line in _lines_of(batch, as_json=options.json):
         print(line)
     sys.stdout.flush()
 
 
-def _lines_of(told: Told, *, as_json: bool) -> Iterator[str]:
-    if told.missed and not as_json:
-        yield f"({count(told.missed, 'event')} before that are forgotten)"
-    for each in told.events:
-        yield json.dumps(dataclasses.asdict(each)) if as_json else _line(each)
+def _lines_of(batch: Told, *, as_json: bool) -> Iterator[str]:
+    if batch.missed and not as_json:
+        yield f"({count(batch.missed, 'event')} before that are forgotten)"
+    for each in batch.events:
+        yield json.dumps(dataclasses.asdict(each)) if as_json else _event_line(each)
 
 
-def _line(event: Event) -> str:
-    return f"{moment(event.time)} {event.severity:<7} {clean(event.text)}"
+def _event_line(event: Event) -> str:
+    return f"{local_time(event.time)} {event.severity:<7} {clean(event.text)}"
 
 
-VERB = Verb("show what has happened, and what happens", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("show what has happened, and what happens", _DESCRIPTION, _add_arguments, _run)

@@ -39,4 +39,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK if answer.ready else exits.NOT_YET
 
 
-VERB = Verb("tell whether a model, or every one, would answer", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("tell whether a model, or every one, would answer", _DESCRIPTION, _add_arguments, _run)

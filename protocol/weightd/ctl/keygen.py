@@ -60,29 +60,29 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, _: Connect) -> int:
     if not zmq.has("curve"):
         raise _NoCurve("this ZeroMQ was built without CURVE; the wheels of pyzmq have it")
-    made: List[Dict[str, str]] = []
+    pairs: List[Dict[str, str]] = []
     for name in options.names or [_DEFAULT]:
-        made.append(_make(name))
+        pairs.append(_write_key_pair(name))
         if not options.json:
-            _tell(made[-1])
+            _print_pair(pairs[-1])
     if options.json:
-        print(json.dumps({"keys": made}))
+        print(json.dumps({"keys": pairs}))
     return exits.OK
 
 
-def _make(name: str) -> Dict[str, str]:
+def _write_key_pair(name: str) -> Dict[str, str]:
     """Write both files, or neither."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
-    own = format_key_file(SECRET, secret, "The secret key: nobody but its owner reads it.")
-    others = format_key_file(PUBLIC, public, "The public key: it is for who has to know it.")
-    with _written(files["secret"], 0o600, own), _written(files["public"], 0o644, others):
+    secret_text = format_key_file(SECRET, secret, "The secret key: nobody but its owner reads it.")
+    public_text = format_key_file(PUBLIC, public, "The public key: it is for who has to know it.")
+    with _new_file(files["secret"], 0o600, secret_text), _new_file(files["public"], 0o644, public_text):
         pass
     return {"name": name, **files, "public_key": public}
 
 
 @contextlib.contextmanager
-def _written(path: str, mode: int, text: str) -> Generator[None, None, None]:
+def _new_file(path: str, mode: int, text: str) -> Generator[None, None, None]:
     """Write a new file; it goes again if the block fails."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -103,11 +103,11 @@ def _written(path: str, mode: int, text: str) -> Generator[None, None, None]:
         raise
 
 
-def _tell(made: Dict[str, str]) -> None:
-    secret, public = (clean(made[each]) for each in ("secret", "public"))
+def _print_pair(pair: Dict[str, str]) -> None:
+    secret, public = (clean(pair[each]) for each in ("secret", "public"))
     print(f"{secret}: the secret key; it stays with who asks with it: a listener's `key`, or a client")
-    print(f"{public}: the public key, {made['public_key']}; a client's goes into the `keys` of its tenant,")
+    print(f"{public}: the public key, {pair['public_key']}; a client's goes into the `keys` of its tenant,")
     print("  that of a listener to its clients")
 
 
-VERB = Verb("make keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("make keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)

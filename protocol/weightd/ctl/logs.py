@@ -8,8 +8,8 @@ import json
 from typing import Iterator
 
 from weightd.ctl import exits
-from weightd.ctl.text import clean, count, moment
-from weightd.ctl.verb import Connect, Verb, operating
+from weightd.ctl.text import clean, count, local_time
+from weightd.ctl.verb import Connect, Verb, explain_denied
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
 from weightd.protocol.messages.journal import LogsResponse, LogTail
@@ -37,11 +37,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
     parser.add_argument("--process", default="", metavar="NAME", help="only this one, see weightctl status")
     parser.add_argument(
-        "-n", "--lines", type=_lines, default=20, metavar="N", help="the most of each process (default: %(default)s)"
+        "-n", "--lines", type=_parse_lines, default=20, metavar="N", help="the most of each process (default: %(default)s)"
     )
 
 
-def _lines(argument: str) -> int:
+def _parse_lines(argument: str) -> int:
     try:
         lines = int(argument)
     except ValueError:
@@ -52,7 +52,7 @@ def _lines(argument: str) -> int:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    with connect() as client, operating(client):
+    with connect() as client, explain_denied(client):
         answer = client.logs(options.model, options.process, lines=options.lines)
         if options.process and not answer.logs:
             raise _no_log(options.process, client.logs(options.model, lines=1))
@@ -65,9 +65,9 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
 def _no_log(process: str, answer: LogsResponse) -> NotFound:
     """Return the error for a process that has no log, with those that have one."""
-    there = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
+    available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
     more = f" and {answer.left_out:,} more" if answer.left_out else ""
-    return NotFound(f"no process {process!r} with a log; there are: {there}{more}")
+    return NotFound(f"no process {process!r} with a log; there are: {available}{more}")
 
 
 def _lines_of(answer: LogsResponse) -> Iterator[str]:
@@ -82,8 +82,8 @@ def _lines_of(answer: LogsResponse) -> Iterator[str]:
 
 
 def _heading(log: LogTail) -> str:
-    told = f"{log.size:,} bytes, the last at {moment(log.changed)}" if log.size else "nothing"
-    return f"{clean(log.process)}: {told}"
+    extent = f"{log.size:,} bytes, the last at {local_time(log.changed)}" if log.size else "nothing"
+    return f"{clean(log.process)}: {extent}"
 
 
-VERB = Verb("show what the processes of a model have written", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("show what the processes of a model have written", _DESCRIPTION, _add_arguments, _run)

@@ -12,7 +12,7 @@ from weightd.shared.manual.page import write_sections, table
 from weightd.shared.manual.roff import Page
 
 # What the shell offers for a metavar.
-_KINDS: Mapping[str, str] = {
+_COMPLETIONS: Mapping[str, str] = {
     "MODEL": completion.MODEL,
     "NEW_PATH": completion.FILE,
     "WEIGHTS.npz": completion.FILE,
@@ -50,6 +50,6 @@ def page(parser: argparse.ArgumentParser) -> str:
     return page.source()
 
 
-def bash(parser: argparse.ArgumentParser) -> str:
+def bash_completion(parser: argparse.ArgumentParser) -> str:
     """Return the completion of weightctl for bash."""
-    return completion.bash_script(commands.read_parser(parser), _KINDS)
+    return completion.bash_script(commands.read_parser(parser), _COMPLETIONS)

@@ -51,55 +51,55 @@ def _lines(metadata: ModelMetadataResponse, options: argparse.Namespace) -> Iter
     for what, tensors in (("inputs", metadata.inputs), ("outputs", metadata.outputs)):
         yield f"  {what}"
         yield from lines_of(tensors, "    ")
-    specs = example(metadata)
+    specs = example_inputs(metadata)
     yield ""
-    yield command(metadata, specs, options)
+    yield shell_command(metadata, specs, options)
     yield ""
-    yield from python(metadata.name, specs, options)
+    yield from python_program(metadata.name, specs, options)
 
 
-def example(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
+def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
     """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
-    known = example_of(metadata)
-    given = [(each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known]
-    return specify(metadata.inputs, given, example=known)
+    known_shapes = example_of(metadata)
+    default_shapes = [(each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes]
+    return specify(metadata.inputs, default_shapes, example=known_shapes)
 
 
-def command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
+def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
     """Return the command that asks the model, wherever it is run: the daemon may be another one's default."""
-    words = ["weightctl", *_where(options), "predict", metadata.name, "--random"]
+    words = ["weightctl", *_connection_options(options), "predict", metadata.name, "--random"]
     for each, signature in zip(specs, metadata.inputs):
         if signature.shape is None and not metadata.example:
             words += ["--shape", f"{each.name}={','.join(map(str, each.shape))}"]
-    return " ".join(map(_word, words))
+    return " ".join(map(_quote, words))
 
 
-def _word(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a word for a shell; as bash and zsh know it, where it has what could play tricks on a terminal."""
-    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escaped, text))}'"
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
 
 
-def _escaped(character: str) -> str:
+def _escape(character: str) -> str:
     if character in "\\'":
         return f"\\{character}"
     return character if character.isprintable() else "".join(f"\\x{byte:02x}" for byte in character.encode())
 
 
-def _where(options: argparse.Namespace) -> List[str]:
+def _connection_options(options: argparse.Namespace) -> List[str]:
     """The arguments that said which daemon this is, and for whom it is asked."""
-    named = {"--socket": _address(options), "--key": options.key, "--server-key": options.server_key}
-    named["--tenant"] = options.tenant
-    return [word for option, value in named.items() if value for word in (option, value)]
+    values = {"--socket": _daemon_address(options), "--key": options.key, "--server-key": options.server_key}
+    values["--tenant"] = options.tenant
+    return [word for option, value in values.items() if value for word in (option, value)]
 
 
-def _address(options: argparse.Namespace) -> str:
+def _daemon_address(options: argparse.Namespace) -> str:
     """Where the daemon is, "" where it is found there without a word: the variable is not set everywhere."""
     return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
 
 
-def python(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
+def python_program(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of a program that does the same."""
-    arguments = [repr(_address(options))] if _address(options) else []
+    arguments = [repr(_daemon_address(options))] if _daemon_address(options) else []
     named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
     arguments += [f"{name}={value!r}" for name, value in named if value]
     inputs = ", ".join(f"{each.name!r}: numpy.zeros({each.shape!r}, {_dtype(each)!r})" for each in specs)
@@ -115,10 +115,10 @@ def _dtype(spec: TensorSpec) -> str:
 
 
 def _as_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
-    told = {"name": metadata.name, "platform": metadata.platform}
-    told_tensors = {"inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+    fields = {"name": metadata.name, "platform": metadata.platform}
+    tensors = {"inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
     shapes = {each.name: list(shape) for each, shape in zip(metadata.inputs, metadata.example or ())}
-    return {**told, **told_tensors, "example_shapes": shapes or None}
+    return {**fields, **tensors, "example_shapes": shapes or None}
 
 
-VERB = Verb("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("show what a model takes and gives, and how to ask it", _DESCRIPTION, _add_arguments, _run)

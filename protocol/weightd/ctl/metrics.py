@@ -45,4 +45,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK
 
 
-VERB = Verb("print what was counted, for Prometheus", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("print what was counted, for Prometheus", _DESCRIPTION, _add_arguments, _run)

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional
 
 from weightd.client.client import Client
 from weightd.ctl import exits
-from weightd.ctl.signatures import as_json, shortly
+from weightd.ctl.signatures import as_json, summary
 from weightd.ctl.text import clean, table
 from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, RequestError, Unavailable
@@ -39,17 +39,17 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             models = client.status().models
         except (Unavailable, DeadlineExceeded) as error:
             raise NotReached(error) from None
-        known = {each.name: _metadata(client, each) for each in models}
+        metadata_by_name = {each.name: _fetch_metadata(client, each) for each in models}
     if options.json:
-        print(json.dumps({"models": [_as_json(each, known[each.name]) for each in models]}))
+        print(json.dumps({"models": [_as_json(each, metadata_by_name[each.name]) for each in models]}))
     elif models:
-        print("\n".join(table([_HEADING, *(_row(each, known[each.name]) for each in models)], len(_HEADING), "")))
+        print("\n".join(table([_HEADING, *(_row(each, metadata_by_name[each.name]) for each in models)], len(_HEADING), "")))
     else:
         print("there is no model")
     return exits.OK
 
 
-def _metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:
+def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:
     """Return what a model takes and gives; None where it does not serve: that would be waited for."""
     if model.state != "serving":
         return None
@@ -60,15 +60,15 @@ def _metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataRespo
 
 
 def _row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
-    inputs = "-" if metadata is None else shortly(metadata.inputs)
+    inputs = "-" if metadata is None else summary(metadata.inputs)
     return [clean(model.name), clean(model.state), clean(model.engine), inputs]
 
 
 def _as_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> Dict[str, Any]:
-    told = {"name": model.name, "state": model.state, "platform": model.engine}
+    fields = {"name": model.name, "state": model.state, "platform": model.engine}
     if metadata is None:
-        return {**told, "inputs": None, "outputs": None}
-    return {**told, "inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
+        return {**fields, "inputs": None, "outputs": None}
+    return {**fields, "inputs": as_json(metadata.inputs), "outputs": as_json(metadata.outputs)}
 
 
-VERB = Verb("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("list the models, and what they take", _DESCRIPTION, _add_arguments, _run)

@@ -7,7 +7,7 @@ import json
 
 from weightd.ctl import exits
 from weightd.ctl.text import clean
-from weightd.ctl.verb import Connect, Verb, operating
+from weightd.ctl.verb import Connect, Verb, explain_denied
 
 _DESCRIPTION = """\
 Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
@@ -29,7 +29,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    with connect() as client, operating(client):
+    with connect() as client, explain_denied(client):
         answer = client.reload()
     changes = {
         "added": answer.added,
@@ -48,4 +48,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK
 
 
-VERB = Verb("have the configuration file read again", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("have the configuration file read again", _DESCRIPTION, _add_arguments, _run)

@@ -8,13 +8,13 @@ from weightd.ctl.text import clean, table
 from weightd.protocol.messages.data import TensorSignature
 
 # Of a table's column.
-_MOST_SHOWN = 3
+_MAX_SHOWN = 3
 
 
-def shortly(tensors: Sequence[TensorSignature]) -> str:
+def summary(tensors: Sequence[TensorSignature]) -> str:
     """Return some tensors in a cell."""
-    shown = [f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in tensors[:_MOST_SHOWN]]
-    more = [f"and {len(tensors) - _MOST_SHOWN} more"] if len(tensors) > _MOST_SHOWN else []
+    shown = [f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in tensors[:_MAX_SHOWN]]
+    more = [f"and {len(tensors) - _MAX_SHOWN} more"] if len(tensors) > _MAX_SHOWN else []
     return ", ".join([*shown, *more]) or "none"
 
 

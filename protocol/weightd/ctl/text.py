@@ -33,16 +33,16 @@ def milliseconds(microseconds: Optional[float]) -> str:
 
 def duration(seconds: float) -> str:
     """Return how long something has been going on, in its two largest units."""
-    left = int(seconds)
+    remaining = int(seconds)
     parts: List[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, left = divmod(left, length)
+        count, remaining = divmod(remaining, length)
         if count or parts or unit == "s":
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])
 
 
-def moment(seconds: float) -> str:
+def local_time(seconds: float) -> str:
     """Return a time since 1970 as it is here."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
@@ -52,8 +52,8 @@ def moment(seconds: float) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return "1 worker", "2 workers", "2 processes"."""
-    ending = "es" if noun.endswith("s") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else ending}"
+    suffix = "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else suffix}"
 
 
 def clean(text: str) -> str:
@@ -81,7 +81,7 @@ def paragraph(label: str, text: str, indent: str) -> Iterator[str]:
         first = further
 
 
-def table(rows: Sequence[Sequence[str]], left: int, indent: str) -> List[str]:
+def table(rows: Sequence[Sequence[str]], left_columns: int, indent: str) -> List[str]:
     """Return the lines of a table, columns as wide as they must be.
 
     Args:
@@ -93,7 +93,7 @@ def table(rows: Sequence[Sequence[str]], left: int, indent: str) -> List[str]:
     lines: List[str] = []
     for row in rows:
         cells = [
-            cell.ljust(width) if index < left else cell.rjust(width)
+            cell.ljust(width) if index < left_columns else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths))
         ]
         lines.append((indent + "  ".join(cells)).rstrip())

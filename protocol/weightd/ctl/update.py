@@ -11,7 +11,7 @@ from weightd.client.client import Client
 from weightd.ctl import exits
 from weightd.ctl.arrays import NPZ
 from weightd.ctl.text import clean
-from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, operating
+from weightd.ctl.verb import BadInput, Connect, Ended, NotReached, Verb, explain_denied
 from weightd.protocol.errors import DeadlineExceeded, RequestError
 from weightd.protocol.messages.control import UpdateResponse
 from weightd.shared.regular import open_regular
@@ -82,22 +82,22 @@ def _add_update_weights(parser: argparse.ArgumentParser) -> None:
 def _run_update(options: argparse.Namespace, connect: Connect) -> int:
     if options.rollback == bool(options.path):
         options.fail("expected NEW_PATH or --rollback, one of the two")
-    path = _absolute(options.path) if options.path else ""
+    path = _absolute_path(options.path) if options.path else ""
     with connect() as client:
-        return _tell(options, _wait(client, options.model, path=path, rollback=options.rollback))
+        return _print_result(options, _update_and_wait(client, options.model, path=path, rollback=options.rollback))
 
 
 def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
-    weights = _absolute(options.weights)
+    weights = _absolute_path(options.weights)
     _check_npz(options.weights)
     with connect() as client:
-        return _tell(options, _wait(client, options.model, weights=weights))
+        return _print_result(options, _update_and_wait(client, options.model, weights=weights))
 
 
-def _wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
+def _update_and_wait(client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False) -> UpdateResponse:
     """Update, and tell an update that takes its time from a daemon that does not answer."""
     try:
-        with operating(client):
+        with explain_denied(client):
             return client.update(model, path, weights=weights, rollback=rollback)
     except DeadlineExceeded as late:
         try:
@@ -119,7 +119,7 @@ def _check_npz(path: str) -> None:
         raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     """The daemon has another working directory; that the file is there is looked at here, where it is cheap."""
     absolute = Path(path).absolute()
     # Of the files of ranks the first one is looked at.
@@ -129,11 +129,11 @@ def _absolute(path: str) -> str:
     return str(absolute)
 
 
-def _tell(options: argparse.Namespace, response: UpdateResponse) -> int:
+def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     if options.json:
-        told = dataclasses.asdict(response)
-        del told["id"]
-        print(json.dumps(told))
+        fields = dataclasses.asdict(response)
+        del fields["id"]
+        print(json.dumps(fields))
         return exits.OK
     what = "generation" if len(response.generations) == 1 else "generations"
     numbers = ", ".join(map(str, response.generations))
@@ -146,7 +146,7 @@ def _tell(options: argparse.Namespace, response: UpdateResponse) -> int:
     return exits.OK
 
 
-VERB = Verb("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
-WEIGHTS_VERB = Verb(
+COMMAND = Verb("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+WEIGHTS_COMMAND = Verb(
     "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
 )

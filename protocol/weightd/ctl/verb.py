@@ -62,11 +62,11 @@ class NotReached(Ended):
     def __init__(self, reason: RequestError) -> None:
         super().__init__(str(reason))
         self.code = reason.code
-        self.status = _UNREACHED.get(reason.code, exits.UNAVAILABLE)
+        self.status = _STATUS_BY_CODE.get(reason.code, exits.UNAVAILABLE)
 
 
 @contextlib.contextmanager
-def operating(client: Client) -> Generator[None, None, None]:
+def explain_denied(client: Client) -> Generator[None, None, None]:
     """Say of a refusal what may be its reason: nobody operates a daemon over ZeroMQ."""
     try:
         yield
@@ -77,7 +77,7 @@ def operating(client: Client) -> Generator[None, None, None]:
         raise PermissionDenied(f"{error}; {hint}") from None
 
 
-_UNREACHED = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}
+_STATUS_BY_CODE = {InvalidArgument.code: exits.USAGE, PermissionDenied.code: exits.NO_PERMISSION}
 
 
 def check_model(status: StatusResponse, name: str) -> None:

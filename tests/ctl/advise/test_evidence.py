@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.advise.evidence import Evidence, distance
+from weightd.ctl.advise.evidence import Evidence, max_difference
 
 NUMBERS = st.lists(st.floats(width=32), min_size=2, max_size=6)
 
@@ -24,7 +24,7 @@ def test_the_same_bits_are_equal_whatever_they_mean(values: List[float]) -> None
     evidence = Evidence()
     evidence.compare({"y": np.array(values, np.float32)}, rows(*values))
     assert evidence.is_equal
-    assert evidence.compared == len(values)
+    assert evidence.rows_compared == len(values)
 
 
 @given(NUMBERS, st.data())
@@ -37,7 +37,7 @@ def test_one_other_bit_is_found_in_its_output(values: List[float], data: st.Data
         {"same": np.array(values), "y": array},
         [{**each, "same": np.array([value])} for each, value in zip(rows(*values), values)],
     )
-    assert (evidence.unequal, [*evidence.differences]) == (1, ["y"])
+    assert (evidence.rows_unequal, [*evidence.differences]) == (1, ["y"])
     assert not evidence.is_equal
 
 
@@ -46,16 +46,16 @@ def test_differences_are_told_by_their_largest_and_by_what_that_is_of_its_row() 
     large, small = np.array([[100.0, 1.0]]), np.array([[0.01, 0.02]])
     evidence.compare({"y": np.array([[100.5, 1.0], [0.01, 0.03]])}, [{"y": large}, {"y": small}])
     assert evidence.differences["y"][:2] == (2, 0.5)
-    assert evidence.relative == pytest.approx(0.5)
+    assert evidence.max_relative == pytest.approx(0.5)
     evidence.compare({"y": np.array([[0, 1]])}, [{"y": np.array([[0, 0]])}])
-    assert (evidence.relative, evidence.unequal, evidence.compared) == (math.inf, 3, 3)
+    assert (evidence.max_relative, evidence.rows_unequal, evidence.rows_compared) == (math.inf, 3, 3)
 
 
 def test_what_has_no_rows_is_strange() -> None:
     evidence = Evidence()
     alone = [{"y": np.zeros((1, 3)), "z": np.zeros(())}] * 2
     evidence.compare({"y": np.zeros((2, 4)), "z": np.zeros(())}, alone)
-    assert evidence.strange == {"y": "[1, 4] for a row that has [1, 3] alone", "z": "[] for 2 rows"}
+    assert evidence.shape_mismatches == {"y": "[1, 4] for a row that has [1, 3] alone", "z": "[] for 2 rows"}
     assert not evidence.is_equal
 
 
@@ -72,4 +72,4 @@ def test_what_has_no_rows_is_strange() -> None:
     ],
 )
 def test_distance(one: Any, other: Any, apart: float) -> None:
-    assert distance(np.array([one]), np.array([other])) == apart
+    assert max_difference(np.array([one]), np.array([other])) == apart

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.ctl.advise.evidence import Difference, Evidence
-from weightd.ctl.advise.rule import Size, Verdict, advise, gain, is_worth_its_latency
+from weightd.ctl.advise.rule import Size, Verdict, recommend, gain, is_worth_its_latency
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -24,9 +24,9 @@ MEASURED = {
 
 def unequal(relative: float) -> Evidence:
     evidence = Evidence()
-    evidence.compared = 200
+    evidence.rows_compared = 200
     if relative:
-        evidence.unequal = 7
+        evidence.rows_unequal = 7
         evidence.differences["y"] = Difference(7, relative, relative)
     return evidence
 
@@ -40,7 +40,7 @@ def measured(rates: Sequence[float], apart: Sequence[float] = (0.0,) * len(ROWS)
 @pytest.mark.parametrize(("rates", "max_rows"), MEASURED.values(), ids=MEASURED)
 def test_what_is_known_of_models(rates: Sequence[float], max_rows: int) -> None:
     for way in (0.0, 0.0004):
-        advice = advise(measured(rates, way=way))
+        advice = recommend(measured(rates, way=way))
         assert (advice.max_rows, advice.verdict is Verdict.NO) == (max_rows, max_rows == 1)
 
 
@@ -59,7 +59,7 @@ def _products(steps: Sequence[float]) -> List[float]:
 @given(RATES, st.lists(st.sampled_from([0.0, 0.0, 1e-6, 0.5]), min_size=6, max_size=6))
 def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) -> None:
     sizes = measured(rates, apart)
-    advice = advise(sizes)
+    advice = recommend(sizes)
     by_rows: Dict[int, Size] = {size.rows: size for size in sizes}
     if advice.verdict is Verdict.NO:
         assert advice.max_rows == 1
@@ -71,7 +71,7 @@ def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) 
     below = [size for size in sizes if size.rows <= chosen.rows]
     assert is_worth_its_latency(chosen, sizes[0])
     assert gain(by_rows[8], sizes[0]) >= 1.3
-    assert all(size.evidence.relative <= limit for size in below)
+    assert all(size.comparison.max_relative <= limit for size in below)
     # None that is smaller, as good, and worth it.
     assert not any(
         gain(size, sizes[0]) >= gain(chosen, sizes[0]) and is_worth_its_latency(size, sizes[0]) for size in below[1:-1]
@@ -79,7 +79,7 @@ def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) 
 
 
 def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
-    advice = advise(measured((100, 120, 130, 140, 150, 160)))
+    advice = recommend(measured((100, 120, 130, 140, 150, 160)))
     assert advice.verdict is Verdict.NO
     assert "sooner one after another" in advice.reason
 
@@ -96,19 +96,19 @@ def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
     ],
 )
 def test_bits(apart: Sequence[float], verdict: Verdict, max_rows: int, words: str) -> None:
-    advice = advise(measured((100, 190, 350, 600, 900, 1300), apart))
+    advice = recommend(measured((100, 190, 350, 600, 900, 1300), apart))
     assert (advice.verdict, advice.max_rows) == (verdict, max_rows)
     assert words in advice.reason
 
 
 def test_rows_that_may_be_together_may_be_too_few_to_pay() -> None:
-    advice = advise(measured((100, 101, 350, 600, 900, 1300), (0, 0, 0.5, 0, 0, 0)))
+    advice = recommend(measured((100, 101, 350, 600, 900, 1300), (0, 0, 0.5, 0, 0, 0)))
     assert advice.verdict is Verdict.NO
     assert "with fewer of them it does not pay" in advice.reason
 
 
 def test_a_model_that_is_quicker_than_the_way_to_it_gains_nothing() -> None:
-    advice = advise(measured((10_000, 20_000, 40_000, 80_000, 160_000, 320_000), way=0.0004))
+    advice = recommend(measured((10_000, 20_000, 40_000, 80_000, 160_000, 320_000), way=0.0004))
     assert advice.verdict is Verdict.NO
     assert "less than the 0.40 ms of its way" in advice.reason
 
@@ -117,13 +117,13 @@ def test_sizes_that_are_refused_or_split_are_no_choice() -> None:
     sizes = measured((100, 190, 350, 600, 900, 1300))
     sizes[5] = sizes[5]._replace(is_split=True)
     sizes[4] = sizes[4]._replace(answers=0, refused="too many")
-    assert advise(sizes)[:3] == (Verdict.MERGE, 8, ())
+    assert recommend(sizes)[:3] == (Verdict.MERGE, 8, ())
     sizes[1] = sizes[1]._replace(answers=0, refused="no such gear")
-    assert advise(sizes)[:3] == (Verdict.MERGE, 8, (1, 4, 8))
-    assert "no request of more than one row" in advise(sizes[:2]).reason
+    assert recommend(sizes)[:3] == (Verdict.MERGE, 8, (1, 4, 8))
+    assert "no request of more than one row" in recommend(sizes[:2]).reason
 
 
 def test_an_output_without_rows_is_named() -> None:
     sizes = measured((100, 190, 350, 600, 900, 1300))
-    sizes[3].evidence.strange["sum"] = "[] for 8 rows"
-    assert advise(sizes).reason == "output sum has no row for each row of the inputs: [] for 8 rows"
+    sizes[3].comparison.shape_mismatches["sum"] = "[] for 8 rows"
+    assert recommend(sizes).reason == "output sum has no row for each row of the inputs: [] for 8 rows"

@@ -53,8 +53,8 @@ def table(size: int, error: Optional[Exception] = None) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("error", [InvalidArgument("out of bounds"), Internal("out of bounds")])
 def test_rows_of_the_kind_that_the_model_accepts_are_asked_for(error: Exception) -> None:
     source = made_up()
-    assert trial(lambda x: x).kind(source, 32) is Kind.SCALED
-    source.kind = trial(table(12, error)).kind(source, 32)
+    assert trial(lambda x: x).find_kind(source, 32) is Kind.SCALED
+    source.kind = trial(table(12, error)).find_kind(source, 32)
     x = source.block(3, 32)["x"]
     # The same values would be taken for the table's first row: 0 and 1 are made of them.
     assert table(1 + int(x.max()))(x).max() <= 1

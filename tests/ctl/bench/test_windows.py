@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.bench.windows import ENOUGH, MOST, TOLERANCE, Window, Windows, deviation, percentile, summary
+from weightd.ctl.bench.windows import STABLE_WINDOWS, MAX_WINDOWS, TOLERANCE, Window, Windows, deviation, percentile, summarize
 
 POSITIVE = st.floats(0.01, 100)
 
@@ -43,11 +43,11 @@ def test_after_the_warm_up_each_answer_is_in_one_window_and_no_time_is_lost(step
     for pause, latency in steps:
         now += pause
         seen.append(latency)
-        if windows.answered(now, latency):
+        if windows.on_response(now, latency):
             ends.append((now, len(seen)))
             if windows.count:
-                whole.append(windows.last[-1])
-                assert list(windows.last) == whole[-ENOUGH:]
+                whole.append(windows.recent[-1])
+                assert list(windows.recent) == whole[-STABLE_WINDOWS:]
     assert windows.count == len(ends) - 1
     if whole:
         (begin, first), (end, last) = ends[0], ends[-1]
@@ -63,10 +63,10 @@ def test_a_steady_stream_is_stable_at_once_and_its_rate_is_exact_however_slow(pa
     while not windows.is_over:
         now += pause
         for _ in range(together):
-            windows.answered(now, together * pause)
-    level = summary(together, windows, None)
+            windows.on_response(now, together * pause)
+    level = summarize(together, windows, None)
     assert level.is_stable
-    assert level.windows == ENOUGH
+    assert level.windows == STABLE_WINDOWS
     if together == 1:
         assert level.requests_per_s == pytest.approx(1 / pause)
         assert level.latencies == (pause, pause, pause)
@@ -77,27 +77,27 @@ def test_what_never_settles_ends_and_says_how_far_it_is_off() -> None:
     now = 0.0
     while not windows.is_over:
         now += 0.5 if windows.count % 2 else 0.1
-        windows.answered(now, 1.0)
-    level = summary(1, windows, None)
+        windows.on_response(now, 1.0)
+    level = summarize(1, windows, None)
     assert not level.is_stable
-    assert level.windows == MOST - 1
+    assert level.windows == MAX_WINDOWS - 1
     assert level.deviation
     assert level.deviation > TOLERANCE
 
 
 def test_what_is_cut_counts_where_there_is_nothing_better_or_nothing_came_for_long() -> None:
     begun = Windows(0.0, 1.0)
-    begun.answered(0.5, 0.5)
-    begun.failed("UNAVAILABLE")
-    begun.cut(0.6)
-    level = summary(1, begun, None)
+    begun.on_response(0.5, 0.5)
+    begun.on_error("UNAVAILABLE")
+    begun.finish(0.6)
+    level = summarize(1, begun, None)
     assert (level.answers, level.errors, level.windows, level.deviation) == (1, {"UNAVAILABLE": 1}, 0, None)
     for end, rates in ((2.5, [1.0]), (4.0, [1.0, 0.0])):
         stalled = Windows(0.0, 1.0)
-        stalled.answered(1.0, 0.1)
-        stalled.answered(2.0, 0.1)
-        stalled.cut(end)
-        assert [window.rate for window in stalled.last] == rates
+        stalled.on_response(1.0, 0.1)
+        stalled.on_response(2.0, 0.1)
+        stalled.finish(end)
+        assert [window.rate for window in stalled.recent] == rates
     nothing = Windows(0.0, 1.0)
-    nothing.cut(0.5)
-    assert summary(1, nothing, None) == (1, 0, None, None, Counter(), 0, False, None, None)
+    nothing.finish(0.5)
+    assert summarize(1, nothing, None) == (1, 0, None, None, Counter(), 0, False, None, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.ctl.measuring.counters import Counted, is_cut, per_execution
+from weightd.ctl.measuring.counters import Counted, has_split, per_execution
 
 
 def test_requests_in_an_execution() -> None:
@@ -12,6 +12,6 @@ def test_requests_in_an_execution() -> None:
 
 
 def test_what_was_cut() -> None:
-    assert is_cut(Counted(10, 4, 1), Counted(11, 7, 2))
-    assert not is_cut(Counted(10, 4, 1), Counted(11, 5, 1))
-    assert not is_cut(Counted(10, 4, 1), None)
+    assert has_split(Counted(10, 4, 1), Counted(11, 7, 2))
+    assert not has_split(Counted(10, 4, 1), Counted(11, 5, 1))
+    assert not has_split(Counted(10, 4, 1), None)

@@ -67,14 +67,14 @@ def test_what_the_model_does_not_take_is_refused_by_name(
 @pytest.mark.parametrize(
     ("read", "text"),
     [
-        (shapes.counts, "0"),
-        (shapes.counts, "8,"),
-        (shapes.counts, "4097"),
-        (shapes.counts, ",".join(map(str, range(1, 18)))),
-        (shapes.rows, "1,2"),
-        (shapes.seconds, "nan"),
-        (shapes.seconds, "0"),
-        (shapes.seconds, "x"),
+        (shapes.parse_counts, "0"),
+        (shapes.parse_counts, "8,"),
+        (shapes.parse_counts, "4097"),
+        (shapes.parse_counts, ",".join(map(str, range(1, 18)))),
+        (shapes.parse_rows, "1,2"),
+        (shapes.parse_seconds, "nan"),
+        (shapes.parse_seconds, "0"),
+        (shapes.parse_seconds, "x"),
     ],
 )
 def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
@@ -85,7 +85,7 @@ def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
 @given(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3))
 def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, shape: Sequence[int]) -> None:
     spec = TensorSpec("x", datatype, (*shape, 64))
-    one, other, again = (samples.make([spec], seed)["x"] for seed in (1, 2, 1))
+    one, other, again = (samples.make_inputs([spec], seed)["x"] for seed in (1, 2, 1))
     assert one.shape == spec.shape
     assert one.nbytes == spec.nbytes
     assert to_wire(one) is one
@@ -96,5 +96,5 @@ def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, sha
 
 def test_samples_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "MOST_BYTES", 1000)
-    for shape, number in (((8,), samples.MOST), ((100,), 2), ((1000,), 1)):
-        assert len(samples.several([TensorSpec("x", "FP32", shape)])) == number
+    for shape, number in (((8,), samples.MAX_SAMPLES), ((100,), 2), ((1000,), 1)):
+        assert len(samples.make_many_inputs([TensorSpec("x", "FP32", shape)])) == number

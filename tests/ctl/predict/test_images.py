@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import pytest
 
-from weightd.ctl.predict.images import Layout, Pixels, WrongImage, is_image, layout, load
+from weightd.ctl.predict.images import Layout, Pixels, WrongImage, is_image, parse_layout, load
 from weightd.protocol.messages.data import TensorSignature
 
 # Red above blue, two pixels wide.
@@ -23,21 +23,21 @@ def signature(*shape: int, datatype: str = "FP32") -> TensorSignature:
 @pytest.mark.parametrize(
     ("shape", "form"),
     [
-        ((1, 3, 8, 9), Layout(3, (9, 8), is_last=False, has_batch=True)),
-        ((-1, 3, -1, -1), Layout(3, (None, None), is_last=False, has_batch=True)),
-        ((-1, 8, 9, 3), Layout(3, (9, 8), is_last=True, has_batch=True)),
-        ((1, 28, 28, 1), Layout(1, (28, 28), is_last=True, has_batch=True)),
-        ((4, 8, 9), Layout(4, (9, 8), is_last=False, has_batch=False)),
+        ((1, 3, 8, 9), Layout(3, (9, 8), is_channels_last=False, has_batch=True)),
+        ((-1, 3, -1, -1), Layout(3, (None, None), is_channels_last=False, has_batch=True)),
+        ((-1, 8, 9, 3), Layout(3, (9, 8), is_channels_last=True, has_batch=True)),
+        ((1, 28, 28, 1), Layout(1, (28, 28), is_channels_last=True, has_batch=True)),
+        ((4, 8, 9), Layout(4, (9, 8), is_channels_last=False, has_batch=False)),
     ],
 )
 def test_the_shape_tells_how_pictures_are_laid_out(shape: Tuple[int, ...], form: Layout) -> None:
-    assert layout(signature(*shape)) == form
+    assert parse_layout(signature(*shape)) == form
 
 
 @pytest.mark.parametrize("shape", [(), (64,), (1, 64), (2, 3, 8, 8), (1, 2, 8, 8), (1, 3, 8, 3), (1, -1, 8, 8)])
 def test_what_has_no_pictures_or_may_have_them_in_two_ways_is_told(shape: Tuple[int, ...]) -> None:
     with pytest.raises(WrongImage, match="expected \\[1, C, H, W\\] or"):
-        layout(signature(*shape))
+        parse_layout(signature(*shape))
 
 
 def written(array: Any, kind: str = "PNG", **more: Any) -> io.BytesIO:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.ctl.top.bars import ASCII, BLOCKS, Part, bar, glyphs, spark
+from weightd.ctl.top.bars import ASCII, BLOCKS, Segment, bar, glyphs, spark
 from weightd.ctl.top.lines import Style
 
 
@@ -30,7 +30,7 @@ def test_a_spark_is_as_wide_as_it_is_to_be_and_shows_what_there_is(values: List[
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=5), st.integers(0, 200), st.floats(1, 3))
 def test_a_bar_fills_its_width_and_each_part_has_its_share(sizes: List[int], width: int, more: float) -> None:
     whole = int(sum(sizes) * more)
-    parts: List[Part] = [(size, "x", Style.COPY) for size in sizes]
+    parts: List[Segment] = [(size, "x", Style.COPY) for size in sizes]
     *drawn, rest = bar(parts, whole, width)
     assert sum(len(text) for text, _ in drawn) + len(rest[0]) == width
     for size, (text, _) in zip(sizes, drawn):

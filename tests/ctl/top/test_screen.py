@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from testkit import looks
 from weightd.ctl.top.bars import ASCII, BLOCKS
-from weightd.ctl.top.lines import Style, cut, line, narrow
-from weightd.ctl.top.screen import Size, Standing, draw, printed
+from weightd.ctl.top.lines import Style, truncate, text_line, narrow
+from weightd.ctl.top.screen import Size, Standing, draw, render_text
 from weightd.ctl.top.view import View
 from weightd.shared.overview.history import History
 
@@ -25,7 +25,7 @@ ALL_IS_WELL = Standing(1.0)
 def drawn(*keys: str, standing: Standing = ALL_IS_WELL, width: int = 79) -> List[str]:
     view = View()
     for key in keys:
-        view.press(key, OVERVIEW)
+        view.on_key(key, OVERVIEW)
     return [each.text.rstrip() for each in draw(OVERVIEW, view, standing, Size(24, width), ASCII)]
 
 
@@ -98,9 +98,9 @@ def test_a_daemon_that_does_not_answer_is_told(standing: Standing, told: str) ->
 
 def test_the_row_that_is_selected_is_marked() -> None:
     view = View()
-    view.press("down", OVERVIEW)
+    view.on_key("down", OVERVIEW)
     lines = draw(OVERVIEW, view, ALL_IS_WELL, Size(24, 79), ASCII)
-    assert [each.text.split()[0] for each in lines if each.selected] == ["alpha"]
+    assert [each.text.split()[0] for each in lines if each.is_selected] == ["alpha"]
 
 
 def test_what_has_failed_is_seen() -> None:
@@ -128,7 +128,7 @@ def test_whoever_sees_its_own_alone_is_told_so() -> None:
 
 
 def test_printed_it_has_all_tables_and_all_columns() -> None:
-    lines = printed(OVERVIEW, 200)
+    lines = render_text(OVERVIEW, 200)
     assert lines[:7] == [
         "weightd 0.1.0: running, up 3 s",
         "requests 101.0/s, 3 queued, 0 running",
@@ -139,7 +139,7 @@ def test_printed_it_has_all_tables_and_all_columns() -> None:
         "MODEL  STATE    GEN  PROC  REQ/s  ERR/s  QUEUE  RUN  P50 ms  P99 ms  MEM MB  PLAIN MB",
     ]
     assert [each.split()[0] for each in lines if each and each.split()[0].isupper()] == ["MODEL", "MODEL", "TENANT"]
-    assert max(map(len, printed(OVERVIEW, 60))) <= 60
+    assert max(map(len, render_text(OVERVIEW, 60))) <= 60
 
 
 # --- names are hostile ------------------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
 ) -> None:
     overview = replace(picture(name), version=name, state=name)
     view = View()
-    view.press(key, overview)
+    view.on_key(key, overview)
     lines = draw(overview, view, Standing(1.0, 9.0, name), Size(height, width), BLOCKS)
     assert len(lines) <= height
     for each in lines:
         assert len(each.text) <= width
         assert each.text.isprintable()
-    assert all(each.isprintable() for each in printed(overview, width))
+    assert all(each.isprintable() for each in render_text(overview, width))
 
 
 def test_each_character_takes_one_column() -> None:
@@ -169,5 +169,5 @@ def test_each_character_takes_one_column() -> None:
 
 
 def test_a_line_is_cut_where_there_is_no_more_room() -> None:
-    assert cut(line("abc"), 2).text == "ab"
-    assert cut(line("abc"), 0).pieces == []
+    assert truncate(text_line("abc"), 2).text == "ab"
+    assert truncate(text_line("abc"), 0).pieces == []

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.ctl.top.tables import MODELS, PROCESSES, TENANTS
-from weightd.ctl.top.view import LEAST_DELAY_S, MOST_DELAY_S, View, Wish, faster, slower
+from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S, View, Wish, faster, slower
 
 from .pictures import picture
 
@@ -22,14 +22,14 @@ def names(view: View) -> List[Any]:
 def pressed(*keys: str) -> View:
     view = View()
     for key in keys:
-        view.press(key, OVERVIEW)
-        view.place(view.rows(OVERVIEW), 10)
+        view.on_key(key, OVERVIEW)
+        view.scroll_to_selected(view.rows(OVERVIEW), 10)
     return view
 
 
 def selected(view: View, height: int = 10) -> str:
     rows = view.rows(OVERVIEW)
-    return str(rows[view.place(rows, height)].name)
+    return str(rows[view.scroll_to_selected(rows, height)].name)
 
 
 def test_rows_are_sorted_by_what_is_asked_for_and_the_other_way_round() -> None:
@@ -85,31 +85,31 @@ def test_what_is_selected_stays_so_however_rows_are_sorted() -> None:
 
 def test_what_is_selected_is_seen() -> None:
     view = View()
-    view.press("tab", OVERVIEW)
+    view.on_key("tab", OVERVIEW)
     rows = view.rows(OVERVIEW)
-    assert (len(rows), view.place(rows, 4), view.top) == (15, 0, 0)
+    assert (len(rows), view.scroll_to_selected(rows, 4), view.top) == (15, 0, 0)
     for key, top in (("page down", 1), ("down", 2), ("end", 11), ("up", 11), ("page up", 9), ("home", 0)):
-        view.press(key, OVERVIEW)
-        index = view.place(rows, 4)
+        view.on_key(key, OVERVIEW)
+        index = view.scroll_to_selected(rows, 4)
         assert view.top == top
         assert view.top <= index < view.top + 4
 
 
 def test_some_keys_ask_others() -> None:
-    keys = {"q": Wish.QUIT, "r": Wish.ASK, " ": Wish.ASK, "+": Wish.SLOWER, "-": Wish.FASTER, "x": None, "ä": None}
-    assert {key: View().press(key, OVERVIEW) for key in keys} == keys
+    keys = {"q": Wish.QUIT, "r": Wish.POLL, " ": Wish.POLL, "+": Wish.SLOWER, "-": Wish.FASTER, "x": None, "ä": None}
+    assert {key: View().on_key(key, OVERVIEW) for key in keys} == keys
 
 
 def test_any_key_leaves_the_help_and_q_all() -> None:
     for opens in ("h", "?"):
         assert pressed(opens).has_help
         assert not pressed(opens, "x").has_help
-        assert pressed(opens).press("q", OVERVIEW) is Wish.QUIT
+        assert pressed(opens).on_key("q", OVERVIEW) is Wish.QUIT
 
 
 def test_a_delay_has_bounds() -> None:
     assert (slower(1.0), faster(1.0)) == (2.0, 0.5)
-    assert (slower(MOST_DELAY_S), faster(LEAST_DELAY_S)) == (MOST_DELAY_S, LEAST_DELAY_S)
+    assert (slower(MAX_DELAY_S), faster(MIN_DELAY_S)) == (MAX_DELAY_S, MIN_DELAY_S)
 
 
 KEYS = [*"qr +-NRQLMjkh?/x", "up", "down", "page up", "page down", "home", "end", "tab", "enter", "escape", "backspace"]
@@ -119,8 +119,8 @@ KEYS = [*"qr +-NRQLMjkh?/x", "up", "down", "page up", "page down", "home", "end"
 def test_whatever_is_pressed_there_is_something_to_be_seen(keys: List[str], height: int) -> None:
     view = View()
     for key in keys:
-        view.press(key, OVERVIEW)
+        view.on_key(key, OVERVIEW)
         rows = view.rows(OVERVIEW)
-        index = view.place(rows, height)
+        index = view.scroll_to_selected(rows, height)
         assert 0 <= view.top <= index < view.top + height
         assert index < max(1, len(rows))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weightd.gateway.callers import Caller, digest
-from weightd.gateway.config.load import ConfigError, changed, default_path, load, parse
+from weightd.gateway.callers import Caller, token_digest
+from weightd.gateway.config.load import ConfigError, keys_needing_restart, default_path, load, parse
 from weightd.gateway.config.places import Place
 from weightd.gateway.config.table import Config
 from weightd.shared.tables import Problems
@@ -56,7 +56,7 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
     )
     config, identities = load(path)
     assert config.gateway.tls_cert == str(tmp_path / "cert.pem")
-    assert identities.tokens == {digest("secret"): Caller("research", "alice")}
+    assert identities.tokens == {token_digest("secret"): Caller("research", "alice")}
     assert identities.certificates == {"shop": Caller("sales", "certificate shop")}
     assert identities.users == {os.geteuid(): Caller(None, f"uid {os.geteuid()}")}
     assert identities.anonymous == Caller("guests", "anonymous")
@@ -159,7 +159,7 @@ def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
 def test_what_takes_a_restart() -> None:
     before, _ = parsed({})
     after, _ = parsed({"gateway": {"tokens": "/t", "anonymous": "x", "max_in_flight": 1, "http": ["127.0.0.1:1"]}})
-    assert changed(before, after) == ["http", "max_in_flight"]
+    assert keys_needing_restart(before, after) == ["http", "max_in_flight"]
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:

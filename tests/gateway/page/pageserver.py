@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
-from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
+from weightd.gateway.page.files import FILES, STATUS_HEADERS
 
 
 class Answer(NamedTuple):
@@ -32,7 +32,7 @@ class PageServer:
             def do_GET(self) -> None:
                 if self.path == "/status.json":
                     status, body = page.numbers(self.headers.get("Authorization", ""))
-                    self._answer(status, body, {**NUMBERS_HEADERS, "Content-Type": "application/json"})
+                    self._answer(status, body, {**STATUS_HEADERS, "Content-Type": "application/json"})
                 elif self.path in FILES:
                     file = FILES[self.path]
                     self._answer(200, file.body, {**file.headers, "Content-Type": file.content_type})

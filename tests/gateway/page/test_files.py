@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from weightd.gateway.page.files import FILES, HEADERS, NUMBERS_HEADERS
+from weightd.gateway.page.files import FILES, HEADERS, STATUS_HEADERS
 
 TYPES = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"}
 
@@ -25,7 +25,7 @@ def test_there_are_no_others_and_none_is_the_same() -> None:
     assert len({each.etag for each in FILES.values()}) == 3
 
 
-@pytest.mark.parametrize("headers", [*(each.headers for each in FILES.values()), NUMBERS_HEADERS])
+@pytest.mark.parametrize("headers", [*(each.headers for each in FILES.values()), STATUS_HEADERS])
 def test_nothing_comes_from_elsewhere_and_nothing_in_the_markup_runs(headers: dict[str, str]) -> None:
     assert HEADERS.items() <= headers.items()
     policy = dict(each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; "))
@@ -39,7 +39,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_in_the_markup_runs(headers: di
 
 
 def test_numbers_are_not_kept() -> None:
-    assert NUMBERS_HEADERS["Cache-Control"] == "no-store"
+    assert STATUS_HEADERS["Cache-Control"] == "no-store"
 
 
 def test_the_files_name_no_other_host_and_make_no_markup_of_text() -> None:

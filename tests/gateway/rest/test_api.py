@@ -20,7 +20,7 @@ from testkit.fakedaemon import FakeDaemon, silent
 from testkit.httpgateway import HttpGateway
 from testkit.waiting import until
 from weightd.gateway.arrays import DTYPES
-from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.callers import Caller, Identities, token_digest
 from weightd.gateway.rest import api
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.data import Cancel, Error, Infer
@@ -335,7 +335,7 @@ def token(secret: str) -> dict[str, str]:
 
 def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there_is_somebody(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"anonymous": ""}}) as gateway:
-        gateway.become(Identities({digest("secret"): Caller("research", "ann")}, {}, {}))
+        gateway.become(Identities({token_digest("secret"): Caller("research", "ann")}, {}, {}))
         status, answer, headers = gateway.ask("POST", INFER, ONE)
         assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
         assert "authorization: Bearer TOKEN" in answer["error"]
@@ -411,11 +411,11 @@ def test_who_hangs_up_takes_the_request_back(fake: FakeDaemon) -> None:
         with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
             connection.sendall(head(INFER, f"Content-Length: {len(body)}") + body)
             infer, _ = fake.next()
-            assert gateway.gateway.service.seats.taken == 1
+            assert gateway.gateway.daemon_client.admission.in_flight == 1
         cancel, _ = fake.next()
         assert isinstance(cancel, Cancel)
         assert cancel.id == infer.id
-        until(lambda: not gateway.gateway.service.seats.taken, "the seat is given back")
+        until(lambda: not gateway.gateway.daemon_client.admission.in_flight, "the seat is given back")
 
 
 def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
@@ -476,7 +476,7 @@ def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: F
         assert gateway.ask("POST", "/v2/systemsharedmemory/region/r/register", where)[0] == 200
         status, answer, _ = gateway.ask("POST", INFER, asked)
         assert (status, "max_memory_bytes" in answer["error"]) == (413, True)
-        assert not gateway.gateway.service.seats.taken_bytes
+        assert not gateway.gateway.daemon_client.admission.reserved_bytes
 
 
 def test_who_asks_again_and_again_for_what_fails_fills_no_log(

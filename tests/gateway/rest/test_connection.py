@@ -32,7 +32,7 @@ class World:
         connection = Connection.__new__(Connection)
         connection.__dict__.update(_crowd=self.crowd, peer=peer, phase=Phase.IDLE, since=self.now, _body=None)
         connection.transport = mock.Mock()
-        self.crowd.comes(connection)
+        self.crowd.on_connect(connection)
         return connection
 
 
@@ -46,8 +46,8 @@ def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
     world = World()
     slow, other = world.comes(), world.comes()
     world.runs_until(1.0)
-    slow.enter(phase)
-    other.enter(Phase.ANSWER)
+    slow.set_phase(phase)
+    other.set_phase(Phase.ANSWER)
     world.runs_until(1.0 + limit)
     assert not gone(slow)
     world.now += 0.1
@@ -59,7 +59,7 @@ def test_who_is_waited_for_too_long_goes(phase: Phase, limit: float) -> None:
 def test_an_answer_may_take_as_long_as_it_takes() -> None:
     world = World()
     busy = world.comes()
-    busy.enter(Phase.ANSWER)
+    busy.set_phase(Phase.ANSWER)
     world.now = 1e9
     world.crowd.sweep()
     assert not gone(busy)
@@ -69,7 +69,7 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
     """What callers have sent meanwhile waits in their sockets."""
     world = World()
     slow = world.comes()
-    slow.enter(Phase.HEADER)
+    slow.set_phase(Phase.HEADER)
     for _ in range(2):
         world.runs_until(world.now + 4.0)
         world.now += 3600.0
@@ -83,7 +83,7 @@ def test_a_body_that_does_not_come_is_an_error_for_who_reads_it() -> None:
     world = World()
     slow = world.comes()
     body = mock.Mock()
-    slow.reads(body)
+    slow.begin_body(body)
     world.runs_until(11.0)
     world.crowd.sweep()
     body.set_exception.assert_called_once()
@@ -93,8 +93,8 @@ def test_a_body_that_does_not_come_is_an_error_for_who_reads_it() -> None:
 def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() -> None:
     world = World(3)
     first, second, third = (world.comes() for _ in range(3))
-    first.enter(Phase.ANSWER)
-    first.enter(Phase.IDLE)
+    first.set_phase(Phase.ANSWER)
+    first.set_phase(Phase.IDLE)
     world.comes()
     assert [gone(each) for each in (first, second, third)] == [False, True, False]
 
@@ -102,7 +102,7 @@ def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() ->
 def test_who_has_sent_a_part_of_a_header_has_asked_nothing() -> None:
     world = World(2)
     slow, other = world.comes(), world.comes()
-    slow.enter(Phase.HEADER)
+    slow.set_phase(Phase.HEADER)
     world.comes()
     assert [gone(each) for each in (slow, other)] == [True, False]
 
@@ -111,7 +111,7 @@ def test_where_all_are_busy_who_comes_goes() -> None:
     world = World(2)
     busy = [world.comes(), world.comes()]
     for each in busy:
-        each.enter(Phase.ANSWER)
+        each.set_phase(Phase.ANSWER)
     last = world.comes()
     assert gone(last)
     assert not any(map(gone, busy))
@@ -121,10 +121,10 @@ def test_where_all_are_busy_who_comes_goes() -> None:
 def test_else_who_has_not_read_an_answer_for_longest_goes() -> None:
     world = World(3)
     slow, slower, busy = (world.comes() for _ in range(3))
-    busy.enter(Phase.ANSWER)
-    slower.enter(Phase.READING)
+    busy.set_phase(Phase.ANSWER)
+    slower.set_phase(Phase.READING)
     world.now = 1.0
-    slow.enter(Phase.READING)
+    slow.set_phase(Phase.READING)
     assert gone(world.comes()), "an answer takes a moment to be read"
     world.now = 1.1
     last = world.comes()
@@ -143,15 +143,15 @@ def test_many_peers_with_one_connection_each_push_out_nobody_who_asks_over_two()
     own = [world.comes(B) for _ in range(2)]
     for number in range(300):
         # One is between two requests, the other one has a request under way.
-        own[0].enter(Phase.ANSWER)
-        own[0].enter(Phase.IDLE)
-        own[1].enter(Phase.ANSWER)
+        own[0].set_phase(Phase.ANSWER)
+        own[0].set_phase(Phase.IDLE)
+        own[1].set_phase(Phase.ANSWER)
         other = world.comes(Peer(f"host 10.1.0.{number}"))
-        other.enter(Phase.HEADER if number % 2 else Phase.IDLE)
+        other.set_phase(Phase.HEADER if number % 2 else Phase.IDLE)
     assert not any(map(gone, own))
     # Nor where the others ask, too: then the new connection ends.
     for each in [*world.crowd._all]:  # pyright: ignore[reportPrivateUsage]
-        each.enter(Phase.ANSWER)
+        each.set_phase(Phase.ANSWER)
     assert gone(world.comes(Peer("host 10.2.0.1")))
     assert not any(map(gone, own))
 
@@ -164,7 +164,7 @@ def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
     assert not gone(quiet)
     # Where all of that peer are busy, the new one of it goes.
     for each in many[3:]:
-        each.enter(Phase.ANSWER)
+        each.set_phase(Phase.ANSWER)
     last = world.comes(A)
     assert gone(last)
     assert not gone(quiet)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.arrays import MOST_VALUES
+from weightd.gateway.arrays import MAX_VALUES
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rest.form import MOST_JSON_BYTES, MOST_KEYS, Form, InputForm, OutputForm, cut, read
+from weightd.gateway.rest.form import MAX_JSON_BYTES, MAX_KEYS, Form, InputForm, OutputForm, split_binary, read
 from weightd.protocol.errors import InvalidArgument
 
 X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
@@ -23,7 +23,7 @@ def form(content: Any) -> Form:
 
 
 def test_a_request_of_values() -> None:
-    assert form({"inputs": [X]}) == Form([InputForm("x", "FP32", [2], 8, [1, 2])], None, binary=False)
+    assert form({"inputs": [X]}) == Form([InputForm("x", "FP32", [2], 8, [1, 2])], None, is_binary=False)
 
 
 def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
@@ -33,7 +33,7 @@ def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
         "parameters": {"binary_data_output": True, "timeout": 1500000, "priority": 2},
     }
     inputs = [InputForm("x", "FP32", [2], 8, nbytes=8)]
-    assert form(content) == Form(inputs, None, binary=True, id="7", timeout=1.5, priority=2)
+    assert form(content) == Form(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2)
 
 
 def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
@@ -45,12 +45,12 @@ def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
     ]
     found = form({"inputs": [X], "outputs": outputs, "parameters": {"binary_data_output": True}})
     assert found.outputs == [OutputForm("a", True), OutputForm("b", False), OutputForm("c", True, region)]
-    assert found.wanted == ["a", "b", "c"]
+    assert found.output_names == ["a", "b", "c"]
 
 
 def test_no_outputs_are_all_of_them_and_no_timeout_is_none() -> None:
     found = form({"inputs": [], "outputs": [], "parameters": {"timeout": 0, "priority": 0, "anything": "else"}})
-    assert (found.wanted, found.timeout, found.priority) == (None, None, None)
+    assert (found.output_names, found.timeout, found.priority) == (None, None, None)
 
 
 def test_what_is_null_is_not_said() -> None:
@@ -113,10 +113,10 @@ def test_what_is_no_map_of_json(text: bytes) -> None:
 
 def test_json_has_a_bound_of_its_own() -> None:
     with pytest.raises(TooLarge, match="send tensors as binary data"):
-        read(memoryview(bytes(MOST_JSON_BYTES + 1)), "m")
+        read(memoryview(bytes(MAX_JSON_BYTES + 1)), "m")
 
 
-@pytest.mark.parametrize("values", [b"0," * MOST_VALUES, b"[" * MOST_VALUES, b"{}," * (MOST_VALUES // 2)])
+@pytest.mark.parametrize("values", [b"0," * MAX_VALUES, b"[" * MAX_VALUES, b"{}," * (MAX_VALUES // 2)])
 def test_so_have_its_values(values: bytes) -> None:
     with pytest.raises(TooLarge, match="values in JSON: send tensors as binary data"):
         read(memoryview(b'{"inputs": [' + values), "m")
@@ -124,7 +124,7 @@ def test_so_have_its_values(values: bytes) -> None:
 
 def test_so_have_its_keys() -> None:
     with pytest.raises(TooLarge, match="keys in JSON"):
-        form({"inputs": [X], "parameters": dict.fromkeys(map(str, range(MOST_KEYS)))})
+        form({"inputs": [X], "parameters": dict.fromkeys(map(str, range(MAX_KEYS)))})
 
 
 def test_the_same_words_about_another_model_are_not_the_same_request() -> None:
@@ -159,11 +159,11 @@ def test_any_json_is_a_request_or_an_error(content: Any) -> None:
 
 def test_inputs_are_cut_in_their_order_and_those_with_values_have_none() -> None:
     found = form({"inputs": [{**RAW, "name": "a"}, {**X, "name": "b"}, {**RAW, "name": "c"}]})
-    cuts = cut(found, memoryview(bytes(range(16))))
+    cuts = split_binary(found, memoryview(bytes(range(16))))
     assert {name: bytes(each) for name, each in cuts.items()} == {"a": bytes(range(8)), "c": bytes(range(8, 16))}
 
 
 @pytest.mark.parametrize("count", [0, 7, 9])
 def test_more_or_fewer_bytes_than_announced_are_refused(count: int) -> None:
     with pytest.raises(InvalidArgument, match=f"expected 8 bytes after the JSON, got {count}"):
-        cut(form({"inputs": [RAW]}), memoryview(bytes(count)))
+        split_binary(form({"inputs": [RAW]}), memoryview(bytes(count)))

@@ -69,7 +69,7 @@ def test_a_body_that_does_not_come_is_told_so(hasty: HttpGateway, caplog: pytest
         answer = ended(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"receive_timeout" in answer
-    assert not hasty.gateway.service.seats.taken
+    assert not hasty.gateway.daemon_client.admission.in_flight
     assert not caplog.records
 
 
@@ -85,10 +85,10 @@ def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", gateway.port))
         connection.sendall(request)
-        seats = gateway.gateway.service.seats
-        until(lambda: not seats.taken and seats.taken_bytes > 4_000_000, "the answer waits to be read")
+        seats = gateway.gateway.daemon_client.admission
+        until(lambda: not seats.in_flight and seats.reserved_bytes > 4_000_000, "the answer waits to be read")
         until(lambda: not len(gateway.connections), "it is hung up")
-        until(lambda: not seats.taken_bytes, "nothing is kept of it")
+        until(lambda: not seats.reserved_bytes, "nothing is kept of it")
 
 
 def test_who_asks_for_much_that_is_small_and_reads_nothing_goes(fake: FakeDaemon) -> None:
@@ -286,12 +286,12 @@ def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) 
         asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": shape, "data": data}]}
         status, answer, _ = echo.ask("POST", "/v2/models/m/infer", asked)
         assert (status, answer["outputs"][0]["data"]) == (200, values)
-    assert echo.gateway.helpers.large.pid is not None
+    assert echo.gateway.parsers.large.pid is not None
     # Errors are those that short requests have.
     values[7] = "seven"
     asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [20_000], "data": values}]}
     assert echo.ask("POST", "/v2/models/m/infer", asked)[0] == 400
-    assert not echo.gateway.service.seats.taken_bytes
+    assert not echo.gateway.daemon_client.admission.reserved_bytes
 
 
 def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(

@@ -12,7 +12,7 @@ from testkit import looks
 from testkit.fakedaemon import FakeDaemon, echo
 from testkit.httpgateway import HttpGateway
 from testkit.looks import MB
-from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
+from weightd.gateway.page.files import FILES, STATUS_HEADERS
 from weightd.protocol.codec import encode
 from weightd.protocol.messages.metrics import Metrics
 from weightd.protocol.messages.status import Status
@@ -53,7 +53,7 @@ def test_its_numbers_are_the_daemon_s(gateway: HttpGateway) -> None:
     assert (status, told["daemon"]) == (200, {"age_s": 0.0, "trouble": ""})
     [model] = told["overview"]["models"]
     assert (model["name"], model["queued"], model["memory"]["plain_bytes"]) == ("m", 3, 200 * MB)
-    assert NUMBERS_HEADERS.items() <= dict(headers).items()
+    assert STATUS_HEADERS.items() <= dict(headers).items()
 
 
 def test_whoever_may_not_ask_sees_the_page_and_no_numbers(fake: FakeDaemon) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.rest.routes import Verb, parse_route
 from weightd.protocol.errors import NotFound
 
 
@@ -40,13 +40,13 @@ from weightd.protocol.errors import NotFound
         ("GET", "/v2/cudasharedmemory/status", Verb.CUDA_REGIONS, ""),
         ("POST", "/v2/cudasharedmemory/region/r/register", Verb.CUDA_REGISTER, "r"),
         ("GET", "/v2/trace/setting", Verb.TRACE, ""),
-        ("POST", "/v2/models/m/trace/setting", Verb.SET, "m"),
+        ("POST", "/v2/models/m/trace/setting", Verb.CHANGE_SETTING, "m"),
         ("GET", "/v2/logging", Verb.LOGGING, ""),
         ("GET", "/metrics", Verb.METRICS, ""),
     ],
 )
 def test_each_path_has_its_verb(method: str, path: str, verb: Verb, name: str) -> None:
-    methods, found = route(path)
+    methods, found = parse_route(path)
     assert (methods[method], found) == (verb, name)
 
 
@@ -66,18 +66,18 @@ def test_each_path_has_its_verb(method: str, path: str, verb: Verb, name: str) -
 )
 def test_where_there_is_nothing(path: str) -> None:
     with pytest.raises(NotFound, match="there is nothing at"):
-        route(path)
+        parse_route(path)
 
 
 def test_there_is_one_version() -> None:
     with pytest.raises(NotFound, match="no version 2 of model m: each has version 1 alone"):
-        route("/v2/models/m/versions/2/infer")
+        parse_route("/v2/models/m/versions/2/infer")
 
 
 @given(st.text(max_size=60))
 def test_any_path_is_something_or_nothing(path: str) -> None:
     for each in (path, f"/v2/models/{path}", f"/v2/{path}"):
         try:
-            assert route(each).methods
+            assert parse_route(each).methods
         except NotFound:
             continue

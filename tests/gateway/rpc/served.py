@@ -18,7 +18,7 @@ from weightd.gateway.config import places
 from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
-from weightd.gateway.question import Answer, Question
+from weightd.gateway.question import InferenceResult, Question
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.front import RpcFront
 from weightd.gateway.seats import Seats
@@ -30,10 +30,10 @@ LIMIT_S = 30.0
 
 ANYBODY = Identities({}, {}, {}, Caller(None, "anonymous"))
 
-Model = Callable[[Question], Awaitable[Answer]]
+Model = Callable[[Question], Awaitable[InferenceResult]]
 
 
-async def echo(question: Question) -> Answer:
+async def echo(question: Question) -> InferenceResult:
     """A model that gives back what it takes."""
     wanted = question.inputs if question.outputs is None else question.outputs
     return {name: question.inputs[name] for name in wanted}
@@ -56,7 +56,7 @@ class FakeService(Service):
         self.is_ready: bool | Exception = True
         self.probed = 0
 
-    async def infer(self, caller: Caller, question: Question) -> Answer:
+    async def infer(self, caller: Caller, question: Question) -> InferenceResult:
         self.asked.append((caller, question))
         return await self.model(question)
 
@@ -106,7 +106,7 @@ class Served:
 
     def __exit__(self, *_: object) -> None:
         self.call(lambda: self.front.stop(0.0))
-        self.call(self.gateway.helpers.close)
+        self.call(self.gateway.parsers.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()

@@ -9,22 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.codes import STATUSES, TooLarge
-from weightd.gateway.rpc.errors import ending
+from weightd.gateway.rpc.errors import rpc_status
 from weightd.gateway.rpc.messages import STATUS
 from weightd.protocol.errors import ERRORS, ResourceExhausted
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))
 def test_its_code_is_that_of_grpc(code: str) -> None:
-    assert ending(ERRORS[code]("why")) == (STATUSES[code].grpc, "why", ())
+    assert rpc_status(ERRORS[code]("why")) == (STATUSES[code].grpc, "why", ())
 
 
 def test_what_is_too_large_is_out_of_resources() -> None:
-    assert ending(TooLarge("why")).code == 8
+    assert rpc_status(TooLarge("why")).code == 8
 
 
 def test_it_says_when_to_ask_again() -> None:
-    metadata = dict(ending(ResourceExhausted("later", retry_after=2.5)).metadata)
+    metadata = dict(rpc_status(ResourceExhausted("later", retry_after=2.5)).metadata)
     assert metadata["grpc-retry-pushback-ms"] == "2500"
     status = STATUS["Status"].FromString(metadata["grpc-status-details-bin"])
     assert (status.code, status.message) == (8, "later")
@@ -35,7 +35,7 @@ def test_it_says_when_to_ask_again() -> None:
 
 @given(st.builds(operator.mul, st.characters(), st.integers(0, 5000)), st.floats(0, 1e9))
 def test_no_text_is_too_long_for_the_headers_of_a_client(text: str, after: float) -> None:
-    _, told, metadata = ending(ResourceExhausted(text, retry_after=after))
+    _, told, metadata = rpc_status(ResourceExhausted(text, retry_after=after))
     assert text.startswith(told)
     headers = [3 * len(told.encode()), *(len(value) * 4 // 3 + len(key) for key, value in metadata)]
     assert sum(headers) < 8 * 1024

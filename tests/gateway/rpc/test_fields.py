@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from weightd.gateway.codes import TooLarge
-from weightd.gateway.rpc.fields import MOST_FIELDS, check, layout_of, parser
-from weightd.gateway.rpc.messages import HEALTH, INFERENCE, OLD_REFLECTION, REFLECTION
+from weightd.gateway.rpc.fields import MAX_FIELDS, check_fields, layout_of, checked_parser
+from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION_V1ALPHA, REFLECTION
 from weightd.protocol import limits
 
 LAYOUT = layout_of(INFERENCE["ModelInferRequest"].DESCRIPTOR)
@@ -48,7 +48,7 @@ def count(content: bytes) -> int:
     bound = 0
     while True:
         try:
-            check(content, LAYOUT, bound)
+            check_fields(content, LAYOUT, bound)
         except TooLarge:
             bound += 1
         else:
@@ -63,7 +63,7 @@ def test_fields_of_all_depths_are_counted() -> None:
 
 @given(MESSAGES)
 def test_what_protobuf_writes_is_within_the_bound(content: bytes) -> None:
-    check(content, LAYOUT)
+    check_fields(content, LAYOUT)
 
 
 @given(MESSAGES, st.data())
@@ -73,7 +73,7 @@ def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes, data:
     position = data.draw(st.integers(0, max(0, end - 1)))
     spoilt[position : position + 1] = bytes([data.draw(st.integers(0, 255))])
     try:
-        check(bytes(spoilt), LAYOUT)
+        check_fields(bytes(spoilt), LAYOUT)
     except DecodeError as error:
         if "groups" not in str(error):
             with pytest.raises(DecodeError):
@@ -83,7 +83,7 @@ def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes, data:
 @given(st.binary(max_size=100))
 def test_any_bytes_are_checked_without_another_error(content: bytes) -> None:
     with contextlib.suppress(DecodeError, TooLarge):
-        check(content, LAYOUT, 20)
+        check_fields(content, LAYOUT, 20)
 
 
 def test_the_largest_sensible_request_is_within_the_bound() -> None:
@@ -96,24 +96,24 @@ def test_the_largest_sensible_request_is_within_the_bound() -> None:
     inputs = [{"name": name, "datatype": "FP32", "shape": [1, 2], "parameters": place} for name in names]
     outputs = [{"name": name, "parameters": place} for name in names]
     given = ModelInferRequest(model_name="m", id="1", inputs=inputs, outputs=outputs, parameters={"priority": {}})
-    check(given.SerializeToString(), LAYOUT)
+    check_fields(given.SerializeToString(), LAYOUT)
 
 
 @pytest.mark.parametrize(
     ("content", "field"),
     [
-        (ModelInferRequest(parameters={str(n): {} for n in range(MOST_FIELDS)}).SerializeToString(), "parameters"),
-        (b"\x2a\x00" * (MOST_FIELDS + 1), "inputs"),
+        (ModelInferRequest(parameters={str(n): {} for n in range(MAX_FIELDS)}).SerializeToString(), "parameters"),
+        (b"\x2a\x00" * (MAX_FIELDS + 1), "inputs"),
         (b"\x2a\x80\x80\x01" + b"\x22\x00" * 8192, r"inputs\.parameters"),
         (b"\x2a\x84\x80\x01\x2a\x80\x80\x01" + b"\x10\x01" * 8192, r"inputs\.contents"),
         (b"\x22\x84\x80\x01\x12\x80\x80\x01" + b"\x08\x01" * 8192, r"parameters\.value"),
-        (b"\x78\x01" * (MOST_FIELDS + 1), "the message"),
+        (b"\x78\x01" * (MAX_FIELDS + 1), "the message"),
     ],
 )
 def test_the_error_names_the_field_the_bound_and_the_number(content: bytes, field: str) -> None:
-    text = f"^{field}: expected at most {MOST_FIELDS} fields in a message .*, got {MOST_FIELDS + 1} or more$"
+    text = f"^{field}: expected at most {MAX_FIELDS} fields in a message .*, got {MAX_FIELDS + 1} or more$"
     with pytest.raises(TooLarge, match=text):
-        check(content, LAYOUT)
+        check_fields(content, LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_the_error_names_the_field_the_bound_and_the_number(content: bytes, fiel
     ],
 )
 def test_other_messages_have_the_same_bound(name: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(TooLarge, match=f"expected at most {MOST_FIELDS} fields"):
-        parser(INFERENCE[name])(INFERENCE[name](**fields).SerializeToString())
+    with pytest.raises(TooLarge, match=f"expected at most {MAX_FIELDS} fields"):
+        checked_parser(INFERENCE[name])(INFERENCE[name](**fields).SerializeToString())
 
 
 def test_each_request_has_a_layout() -> None:
-    for messages in (INFERENCE, HEALTH, REFLECTION, OLD_REFLECTION):
+    for messages in (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA):
         for each in messages.requests.values():
-            assert parser(each)(b"") == each()
+            assert checked_parser(each)(b"") == each()

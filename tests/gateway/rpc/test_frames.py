@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.gateway.rpc import frames
-from weightd.gateway.rpc.frames import BURST, PREFACE, RATE, Frames, Heads, LimitExceeded
+from weightd.gateway.rpc.frames import BURST_TOKENS, PREFACE, TOKENS_PER_S, Frames, Heads, LimitExceeded
 
 END_HEADERS = 4
 
@@ -34,21 +34,21 @@ def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, byte
         found += heads.feed(stream[position : position + size])
         position += size
     assert found == [(kind, 0, len(payload), 0) for kind, payload in content]
-    assert heads.is_between
+    assert heads.is_at_boundary
 
 
 def test_it_is_known_whether_a_frame_is_incomplete() -> None:
     heads = Heads()
     for part, is_between in ((b"\0\0\4\6", False), (bytes(5), False), (b"ab", False), (b"cd", True)):
         list(heads.feed(part))
-        assert heads.is_between is is_between
+        assert heads.is_at_boundary is is_between
 
 
 @given(st.integers(1, len(PREFACE)))
 def test_a_connection_begins_with_the_preface(size: int) -> None:
     found = Frames(0.0)
     found.feed(PREFACE[:size], 0.0)
-    assert found.has_begun is (size == len(PREFACE))
+    assert found.has_preface is (size == len(PREFACE))
     with pytest.raises(LimitExceeded, match="preface"):
         Frames(0.0).feed(PREFACE[: size - 1] + b"\0", 0.0)
 
@@ -58,12 +58,12 @@ def test_a_connection_begins_with_the_preface(size: int) -> None:
 )
 def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
     found = begun()
-    found.feed(frame(kind) * int(BURST), 0.0)
+    found.feed(frame(kind) * int(BURST_TOKENS), 0.0)
     with pytest.raises(LimitExceeded, match="control frames at once"):
         found.feed(frame(kind), 0.0)
     later = begun()
-    later.feed(frame(kind) * int(BURST), 0.0)
-    later.feed(frame(kind) * int(RATE), 1.0)
+    later.feed(frame(kind) * int(BURST_TOKENS), 0.0)
+    later.feed(frame(kind) * int(TOKENS_PER_S), 1.0)
     with pytest.raises(LimitExceeded):
         later.feed(frame(kind), 1.0)
 
@@ -71,7 +71,7 @@ def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
 def test_a_pause_saves_up_no_more_than_the_burst() -> None:
     found = begun()
     with pytest.raises(LimitExceeded):
-        found.feed(frame(frames.PING) * int(BURST + 1), 1e6)
+        found.feed(frame(frames.PING) * int(BURST_TOKENS + 1), 1e6)
 
 
 def test_a_client_that_pings_and_acknowledges_with_each_call_is_never_limited() -> None:
@@ -83,7 +83,7 @@ def test_a_client_that_pings_and_acknowledges_with_each_call_is_never_limited() 
 def test_a_client_that_receives_much_may_acknowledge_it() -> None:
     found = begun()
     for _ in range(5000):
-        found.passed_back(16 * 1024)
+        found.count_sent(16 * 1024)
         found.feed(frame(frames.WINDOW_UPDATE, bytes(4)) * 2, 0.0)
 
 
@@ -92,15 +92,15 @@ def test_continuations_are_limited_by_number_and_by_bytes(size: int) -> None:
     found = begun()
     part = frame(frames.CONTINUATION, bytes(size))
     found.feed(frame(frames.HEADERS), 0.0)
-    found.feed(part * frames.MOST_CONTINUATIONS, 0.0)
-    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_CONTINUATIONS} CONTINUATION"):
+    found.feed(part * frames.MAX_CONTINUATIONS, 0.0)
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MAX_CONTINUATIONS} CONTINUATION"):
         found.feed(part, 0.0)
     # The next call has as many.
     again = begun()
     for _ in range(2):
         again.feed(frame(frames.HEADERS) + part + frame(frames.CONTINUATION, b"", END_HEADERS), 0.0)
-    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_HEADER_BYTES} bytes of headers"):
-        again.feed(frame(frames.HEADERS) + frame(frames.CONTINUATION, bytes(frames.MOST_HEADER_BYTES + 1)), 0.0)
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MAX_HEADER_BYTES} bytes of headers"):
+        again.feed(frame(frames.HEADERS) + frame(frames.CONTINUATION, bytes(frames.MAX_HEADER_BYTES + 1)), 0.0)
 
 
 def test_nothing_comes_between_the_parts_of_headers() -> None:
@@ -110,11 +110,11 @@ def test_nothing_comes_between_the_parts_of_headers() -> None:
 
 
 def test_a_control_frame_has_a_length() -> None:
-    with pytest.raises(LimitExceeded, match=f"at most {frames.MOST_CONTROL_BYTES} bytes of SETTINGS"):
-        begun().feed(frame(frames.SETTINGS, bytes(frames.MOST_CONTROL_BYTES + 1))[:9], 0.0)
+    with pytest.raises(LimitExceeded, match=f"at most {frames.MAX_CONTROL_BYTES} bytes of SETTINGS"):
+        begun().feed(frame(frames.SETTINGS, bytes(frames.MAX_CONTROL_BYTES + 1))[:9], 0.0)
 
 
 def test_the_reason_is_in_the_last_frame() -> None:
-    content = frames.goaway("expected less")
+    content = frames.goaway_frame("expected less")
     assert [*Heads().feed(content)] == [(frames.GOAWAY, 0, len(content) - 9, 0)]
     assert content.endswith(b"\0\0\0\x0bexpected less")

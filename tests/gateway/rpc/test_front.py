@@ -25,9 +25,9 @@ from tritonclient.utils import InferenceServerException
 
 from testkit import certificates
 from testkit.waiting import until
-from weightd.gateway.callers import Caller, Identities, digest
+from weightd.gateway.callers import Caller, Identities, token_digest
 from weightd.gateway.config import places
-from weightd.gateway.question import Answer, Question
+from weightd.gateway.question import InferenceResult, Question
 from weightd.gateway.rpc import calls, frames, front, reflection
 from weightd.protocol.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 
@@ -37,7 +37,7 @@ from .test_frames import frame
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 METHOD = "/inference.GRPCInferenceService/{}".format
 TOKEN = "a secret"
-KNOWN = Identities({digest(TOKEN): Caller("research", "token 1")}, {}, {})
+KNOWN = Identities({token_digest(TOKEN): Caller("research", "token 1")}, {}, {})
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
@@ -78,7 +78,7 @@ class Held:
         self.cancelled = 0
         self.go = asyncio.Event()
 
-    async def __call__(self, question: Question) -> Answer:
+    async def __call__(self, question: Question) -> InferenceResult:
         self.running += 1
         try:
             await self.go.wait()
@@ -155,7 +155,7 @@ def test_a_daemon_that_is_away_is_not_ready(server: Served, client: triton.Infer
 
 
 def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) -> None:
-    async def refuse(question: Question) -> Answer:
+    async def refuse(question: Question) -> InferenceResult:
         raise ResourceExhausted("too many\n×", retry_after=0.25)
 
     server.service.model = refuse
@@ -169,7 +169,7 @@ def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) ->
 
 
 def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    async def fail(question: Question) -> Answer:
+    async def fail(question: Question) -> InferenceResult:
         raise ValueError("a secret")
 
     server.service.model = fail
@@ -212,11 +212,11 @@ def test_what_the_service_fails_at_is_in_the_log_once_in_a_while(caplog: pytest.
     assert line.endswith(TRACE)
 
 
-async def _away(question: Question) -> Answer:
+async def _away(question: Question) -> InferenceResult:
     raise Unavailable("nobody")
 
 
-async def _unknown(question: Question) -> Answer:
+async def _unknown(question: Question) -> InferenceResult:
     raise NotFound("no such model")
 
 
@@ -244,7 +244,7 @@ def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None
         for each in calls:
             each.cancel()
         until(lambda: held.cancelled == 50, "none under way")
-        until(lambda: not server.service.seats.taken, "all seats free")
+        until(lambda: not server.service.admission.in_flight, "all seats free")
     server.service.model = echo
 
 
@@ -319,7 +319,7 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count(came: bool) ->
         loop.add_reader(reader, message.set)
         if came:
             os.write(writer, b"x")
-        with mock.patch.object(selector, "select", stopped), calls.within(0.05):
+        with mock.patch.object(selector, "select", stopped), calls.receive_deadline(0.05):
             await message.wait()
         assert not stops
 
@@ -343,14 +343,14 @@ def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.Monk
     monkeypatch.setattr(calls, "PROMPT_S", 0.05)
     most = 2**20
     with served(max_body_bytes=most, max_memory_bytes=2 * most) as server, connected(server.target) as channel:
-        seats, infer = server.service.seats, channel.unary_unary(METHOD("ModelInfer"))
+        seats, infer = server.service.admission, channel.unary_unary(METHOD("ModelInfer"))
         with Silent(channel) as silent:
             slow = silent.begin(METHOD("ModelInfer"))
-            until(lambda: seats.taken_bytes == most, "as many bytes are taken as a message may have")
+            until(lambda: seats.reserved_bytes == most, "as many bytes are taken as a message may have")
             late = silent.begin(METHOD("ModelInfer"))
             assert code_of(partial(late.result, LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
             slow.cancel()
-            until(lambda: not seats.taken_bytes, "none is")
+            until(lambda: not seats.reserved_bytes, "none is")
         infer(SMALL, timeout=LIMIT_S)
 
 
@@ -393,7 +393,7 @@ def test_a_message_without_tensors_is_short(server: Served) -> None:
     with connected(server.target) as channel:
         ask = channel.unary_unary(METHOD("TraceSetting"))
         # A setting, and a name of the remaining bytes.
-        long = bytes.fromhex("0a00 12faff03") + b"m" * (calls.MOST_ASKED_BYTES - 6)
+        long = bytes.fromhex("0a00 12faff03") + b"m" * (calls.MAX_SMALL_MESSAGE_BYTES - 6)
         assert code_of(partial(ask, long, timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
         assert code_of(partial(ask, long + b"\x0a\x00", timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -448,13 +448,13 @@ def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(cap
         first, other = (stack.enter_context(connected(server.target, *options)) for _ in range(2))
         # As streams: so much of the answer as fits into the window of HTTP/2 is taken, and no more is read.
         unread = [first.unary_stream(METHOD("ModelInfer"))(LARGE) for _ in range(2)]
-        until(lambda: server.service.seats.taken_bytes >= 12_000_000 and not server.service.seats.taken, "two answers")
+        until(lambda: server.service.admission.reserved_bytes >= 12_000_000 and not server.service.admission.in_flight, "two answers")
         infer = other.unary_unary(METHOD("ModelInfer"), response_deserializer=len)
         assert code_of(partial(infer, LARGE, timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
         infer(SMALL, timeout=LIMIT_S)
         for each in unread:
             each.cancel()
-        until(lambda: server.service.seats.taken_bytes == 0, "nothing that is kept")
+        until(lambda: server.service.admission.reserved_bytes == 0, "nothing that is kept")
         infer(LARGE, timeout=LIMIT_S)
     assert not [each for each in caplog.records if each.name.startswith(("weightd", "grpc"))]
 
@@ -483,7 +483,7 @@ def test_each_caller_is_who_its_token_says() -> None:
             error = refusal(partial(channel.unary_unary(METHOD("ModelInfer")), SMALL, metadata=twice, timeout=LIMIT_S))
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
         # Who is nobody is told so before anything is read, and hears of no method.
-        server.gateway.identities = Identities({}, {}, {})
+        server.gateway.authenticator = Identities({}, {}, {})
         with pytest.raises(InferenceServerException, match="token"):
             client.get_server_metadata(headers=BEARER)
         assert client.is_server_live(), "a probe has no token"
@@ -620,7 +620,7 @@ def dialled(server: Served, own: certificates.Certificate | None) -> Any:
 
 def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -> None:
     robot = Caller("factory", "certificate robot")
-    known = Identities({digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
+    known = Identities({token_digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
     with served(known, tcp=True, **tls) as server:
         with dialled(server, certificates.CLIENT) as channel:
             infer = channel.unary_unary(METHOD("ModelInfer"))
@@ -628,7 +628,7 @@ def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -
             assert server.service.asked[-1][0] == robot
             infer(SMALL, timeout=LIMIT_S, metadata=[*BEARER.items()])
             assert server.service.asked[-1][0].tenant == "research"
-            server.gateway.identities = Identities({}, {}, {})
+            server.gateway.authenticator = Identities({}, {}, {})
             assert code_of(lambda: infer(SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAUTHENTICATED
         for own in (None, certificates.STRANGER):
             with dialled(server, own) as channel:
@@ -684,7 +684,7 @@ def test_a_flood_of_frames_ends_its_connection_and_no_other(kind: str) -> None:
             while part := flood.recv(65536):
                 received += part
         live(b"", timeout=LIMIT_S)
-        until(lambda: len(server.front.relay.peers) == 1, "the end of the connection to gRPC's library")
+        until(lambda: len(server.front.http2_filter.peers) == 1, "the end of the connection to gRPC's library")
 
 
 def test_a_client_that_exceeds_a_limit_is_told_so() -> None:
@@ -710,4 +710,4 @@ def test_a_connection_that_sends_no_preface_is_closed() -> None:
         client.sendall(frames.PREFACE[:-1])
         with suppress(ConnectionError):
             assert client.recv(1) == b""
-        assert not server.front.relay.peers
+        assert not server.front.http2_filter.peers

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from weightd.gateway.callers import Identities
-from weightd.gateway.rpc.calls import MOST_ASKED_BYTES
+from weightd.gateway.rpc.calls import MAX_SMALL_MESSAGE_BYTES
 
 from .served import LIMIT_S, connected, served
 
@@ -80,7 +80,7 @@ def test_each_question_is_answered(channel: Any, version: str, asked: dict[str, 
 
 def test_a_question_is_short(channel: Any) -> None:
     stream = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-    request = reflection_pb2.ServerReflectionRequest(host="h" * MOST_ASKED_BYTES)
+    request = reflection_pb2.ServerReflectionRequest(host="h" * MAX_SMALL_MESSAGE_BYTES)
     with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
         next(stream(iter([request.SerializeToString()]), timeout=LIMIT_S))
 

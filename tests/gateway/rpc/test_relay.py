@@ -58,9 +58,9 @@ class Connected:
         self.client = _Client(relay, peer)
         self.near, self.far = FakeTransport(), FakeTransport()
         self.client.connection_made(self.near)
-        self.client._is_open = True
+        self.client._is_connecting = True
         self.client.data_received(PREFACE)
-        self.client.connected(self.far)
+        self.client.on_library_connected(self.far)
 
     @property
     def calls(self) -> int:
@@ -99,7 +99,7 @@ def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(r
         other.client.data_received(RESET_CALL * 10)
         assert (other.calls, other.near.is_paused) == (10, False)
         NOW[0] += 1.0
-        first.client._go_on()
+        first.client._retry_held()
         assert CALLS_BURST + CALLS_PER_S - STEP <= first.calls <= CALLS_BURST + CALLS_PER_S + STEP
 
     run(story)
@@ -110,7 +110,7 @@ def test_calls_that_bring_messages_have_none(relayed: Relay) -> None:
         connected = Connected(relayed, PEER)
         for _ in range(100):
             connected.client.data_received(frame(frames.HEADERS, b"\x82", END_HEADERS) * 100)
-            connected.client.answer(frame(frames.DATA, bytes(5)) * 100)
+            connected.client.on_library_data(frame(frames.DATA, bytes(5)) * 100)
         assert connected.calls == 10_000
 
     run(story)
@@ -125,7 +125,7 @@ def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Relay) -> None:
         connected.client.data_received(RESET_CALL)
         for _ in range(10):
             NOW[0] += 1.0
-            connected.client._go_on()
+            connected.client._retry_held()
         assert connected.far.written == PREFACE + sent + RESET_CALL
         assert not connected.near.is_paused
 
@@ -154,7 +154,7 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Relay) -> None:
         assert connected.near.is_paused
         assert connected.client.is_full
         for _ in range(20):
-            connected.client._go_on()
+            connected.client._retry_held()
         assert len(connected.far.written) == passed_on
         # A call has a place: its message may be long.
         connected.client.expect(1)
@@ -173,8 +173,8 @@ def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: 
         connected.client.data_received(calls(1, 3) + data(1) * 100)
         assert connected.near.is_paused
         # No timer tries again: the end of the call does.
-        assert connected.client._waiting is None
-        connected.client.answer(end)
+        assert connected.client._retry_timer is None
+        connected.client.on_library_data(end)
         assert (connected.far.written, connected.near.is_paused) == (PREFACE + calls(1, 3) + data(1) * 100, False)
 
     run(story)
@@ -188,7 +188,7 @@ def test_short_messages_are_never_limited(relayed: Relay) -> None:
         # Of one call many, each of which is answered.
         for _ in range(50):
             connected.client.data_received(data(1, 60_000))
-            connected.client.answer(data(1, 5))
+            connected.client.on_library_data(data(1, 5))
         assert not connected.near.is_paused
 
     run(story)
@@ -209,7 +209,7 @@ def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_pa
         near, far = socket.socketpair()
         near.setblocking(False)
         async with await asyncio.start_unix_server(library, tmp_path / "grpc"):
-            relay.admit(near, PEER, None)
+            relay.on_connection(near, PEER, None)
             reader, writer = await asyncio.open_unix_connection(sock=far)
             writer.write(PREFACE)
             await asyncio.wait_for(connected.wait(), 10.0)

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from tritonclient.grpc.service_pb2 import ModelInferRequest
 
-from weightd.gateway.arrays import DTYPES, MOST_VALUES, datatype_of
+from weightd.gateway.arrays import DTYPES, MAX_VALUES, datatype_of
 from weightd.gateway.callers import Caller
 from weightd.gateway.codes import TooLarge
 from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc import requests
 from weightd.gateway.rpc.calls import Call
-from weightd.gateway.rpc.fields import MOST_FIELDS
-from weightd.gateway.rpc.parameters import MOST_PARAMETERS
-from weightd.gateway.rpc.requests import MOST_HEADER_BYTES, MOST_ODD_BYTES, Asked, Memory, asked
+from weightd.gateway.rpc.fields import MAX_FIELDS
+from weightd.gateway.rpc.parameters import MAX_PARAMETERS
+from weightd.gateway.rpc.requests import MAX_HEADER_BYTES, MAX_UNUSUAL_BYTES, Asked, Memory, parse_infer_request
 from weightd.gateway.seats import Seats
 from weightd.protocol.errors import DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted
 
 CALLER = Caller(None, "test")
-CALL = Call(CALLER, Seats(1, 2**40).keep(CALLER, 0))
+CALL = Call(CALLER, Seats(1, 2**40).reserve_response(CALLER, 0))
 
 
 def room(caller: Caller, nbytes: int) -> Any:
@@ -41,7 +41,7 @@ def made(content: bytes, call: Call = CALL) -> Asked:
     async def make() -> Asked:
         helpers = Helpers()
         try:
-            return await asked(content, call, Memory(Regions(enabled=False), room, helpers))
+            return await parse_infer_request(content, call, Memory(Regions(enabled=False), room, helpers))
         finally:
             await helpers.close()
 
@@ -73,7 +73,7 @@ def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (1,), **more: A
 
 def question(message: ModelInferRequest, call: Call = CALL) -> Any:
     """Return what is made of the bytes of another's message."""
-    return made(message.SerializeToString(), call).question
+    return made(message.SerializeToString(), call).request
 
 
 DATATYPES = st.sampled_from(sorted(DTYPES))
@@ -104,8 +104,8 @@ def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        request(inputs=[tensor("x", "FP32", [1], contents={"int_contents": [0] * MOST_HEADER_BYTES})]),
-        request(inputs=[{}] * 600, raw_input_contents=[bytes(MOST_ODD_BYTES)]),
+        request(inputs=[tensor("x", "FP32", [1], contents={"int_contents": [0] * MAX_HEADER_BYTES})]),
+        request(inputs=[{}] * 600, raw_input_contents=[bytes(MAX_UNUSUAL_BYTES)]),
     ],
     ids=["of values", "of many fields"],
 )
@@ -115,24 +115,24 @@ def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: M
 
 
 def test_so_are_more_values_than_the_loop_can_take() -> None:
-    contents = {"int_contents": [0] * (MOST_VALUES // 2 + 1)}
-    inputs = [tensor(name, "INT8", [MOST_VALUES // 2 + 1], contents=contents) for name in ("w", "x")]
+    contents = {"int_contents": [0] * (MAX_VALUES // 2 + 1)}
+    inputs = [tensor(name, "INT8", [MAX_VALUES // 2 + 1], contents=contents) for name in ("w", "x")]
     with pytest.raises(TooLarge, match=r"x: data: expected at most \d+ values"):
         question(request(inputs=inputs))
 
 
 def test_so_are_more_parameters() -> None:
-    many = {str(number): {"int64_param": 1} for number in range(MOST_PARAMETERS + 1)}
+    many = {str(number): {"int64_param": 1} for number in range(MAX_PARAMETERS + 1)}
     for fields, where in (
         ({"inputs": [tensor("x", "INT8", [1], parameters=many, contents={"int_contents": [0]})]}, "x: parameters"),
         ({"inputs": [tensor("x", "INT8", [1])], "outputs": [{"name": "y", "parameters": many}]}, "y: parameters"),
         ({"inputs": [tensor("x", "INT8", [1])], "parameters": many}, "parameters"),
     ):
-        with pytest.raises(TooLarge, match=rf"^{where}: expected at most {MOST_PARAMETERS}, got {MOST_PARAMETERS + 1}"):
+        with pytest.raises(TooLarge, match=rf"^{where}: expected at most {MAX_PARAMETERS}, got {MAX_PARAMETERS + 1}"):
             question(request(**fields))
 
 
-@pytest.mark.parametrize("count", [MOST_FIELDS, 100_000])
+@pytest.mark.parametrize("count", [MAX_FIELDS, 100_000])
 def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise AssertionError("the message is parsed")
@@ -140,7 +140,7 @@ def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest
     monkeypatch.setattr(requests, "_Request", SimpleNamespace(FromString=fail))
     monkeypatch.setattr(Helpers, "run", fail)
     many: dict[str, Any] = {str(number): {} for number in range(count)}
-    with pytest.raises(TooLarge, match=rf"^inputs\.parameters: expected at most {MOST_FIELDS} fields .* or more$"):
+    with pytest.raises(TooLarge, match=rf"^inputs\.parameters: expected at most {MAX_FIELDS} fields .* or more$"):
         question(request(inputs=[tensor("x", "INT8", [1], parameters=many)]))
 
 
@@ -152,7 +152,7 @@ def test_of_a_shape_no_more_is_looked_at_than_it_may_have() -> None:
 def test_what_values_become_is_counted() -> None:
     seats = Seats(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
-    with seats.one(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+    with seats.admit(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
         question(content, CALL._replace(seat=seat))
 
 

@@ -11,7 +11,7 @@ from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferRe
 from weightd.gateway.arrays import DTYPES, datatype_of
 from weightd.gateway.question import Question
 from weightd.gateway.rpc.requests import Asked
-from weightd.gateway.rpc.responses import response, streamed, streamed_error
+from weightd.gateway.rpc.responses import encode_response, encode_stream_response, encode_stream_error
 
 ASKED = Asked(Question("digits", {}, id="42"), {})
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=200)
@@ -23,7 +23,7 @@ def test_outputs_are_read_bit_for_bit(data: st.DataObject) -> None:
     answer = {f"y{i}": np.zeros(data.draw(SHAPES), DTYPES[name]) for i, name in enumerate(dtypes)}
     for array in answer.values():
         array.reshape(-1)[: data.draw(st.integers(0, 300))] = 1
-    read = ModelInferResponse.FromString(response(ASKED, answer))
+    read = ModelInferResponse.FromString(encode_response(ASKED, answer))
     assert (read.model_name, read.model_version, read.id) == ("digits", "1", "42")
     assert [(each.name, each.datatype, tuple(each.shape)) for each in read.outputs] == [
         (name, datatype_of(each), each.shape) for name, each in answer.items()
@@ -32,8 +32,8 @@ def test_outputs_are_read_bit_for_bit(data: st.DataObject) -> None:
 
 
 def test_in_a_stream_a_response_says_that_it_is_the_only_one() -> None:
-    content = response(ASKED, {"y": np.zeros(300, "<f4")}, final=True)
-    read = ModelStreamInferResponse.FromString(streamed(content))
+    content = encode_response(ASKED, {"y": np.zeros(300, "<f4")}, is_final=True)
+    read = ModelStreamInferResponse.FromString(encode_stream_response(content))
     assert (read.error_message, read.infer_response.SerializeToString()) == (
         "",
         ModelInferResponse.FromString(content).SerializeToString(),
@@ -42,6 +42,6 @@ def test_in_a_stream_a_response_says_that_it_is_the_only_one() -> None:
 
 
 def test_in_a_stream_an_error_names_its_request() -> None:
-    read = ModelStreamInferResponse.FromString(streamed_error(b"42", "no"))
+    read = ModelStreamInferResponse.FromString(encode_stream_error(b"42", "no"))
     assert (read.error_message, read.infer_response.id) == ("no", "42")
     assert read.infer_response.parameters["triton_final_response"].bool_param

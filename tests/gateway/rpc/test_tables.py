@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from weightd.gateway.rpc import tables
-from weightd.gateway.rpc.descriptors import Messages, file_of
+from weightd.gateway.rpc.descriptors import Messages, file_descriptor
 from weightd.gateway.rpc.tables import Table
 
 # A name, its number, its type, whether it is repeated, and among which it is chosen.
@@ -79,48 +79,48 @@ TRITON = theirs(service_pb2, model_config_pb2)
 WITNESSES = [
     pytest.param(tables.INFERENCE, TRITON, id="inference"),
     pytest.param(tables.HEALTH, theirs(health_pb2), id="health"),
-    pytest.param(tables.OLD_REFLECTION, theirs(reflection_pb2), id="reflection"),
+    pytest.param(tables.REFLECTION_V1ALPHA, theirs(reflection_pb2), id="reflection"),
 ]
 
 
 @pytest.mark.parametrize(("table", "witness"), WITNESSES)
 def test_each_field_is_what_others_have(table: Table, witness: FileDescriptorProto) -> None:
     known = messages_of(witness)
-    for name, fields in messages_of(file_of(table)).items():
+    for name, fields in messages_of(file_descriptor(table)).items():
         assert fields == {field: known[name].get(field) for field in fields}, name
 
 
 @pytest.mark.parametrize(("table", "witness"), WITNESSES)
 def test_each_value_of_an_enum_is_what_others_have(table: Table, witness: FileDescriptorProto) -> None:
     known = enums_of(witness)
-    for name, values in enums_of(file_of(table)).items():
+    for name, values in enums_of(file_descriptor(table)).items():
         assert values == known[name], name
 
 
 def test_what_is_in_front_of_the_configuration_is_there_in_full() -> None:
-    own = messages_of(file_of(tables.INFERENCE))
+    own = messages_of(file_descriptor(tables.INFERENCE))
     for name, fields in messages_of(theirs(service_pb2)).items():
         assert own[name] == fields, name
 
 
 def test_each_method_of_inference_is_there() -> None:
-    assert methods_of(file_of(tables.INFERENCE)) == methods_of(TRITON)
+    assert methods_of(file_descriptor(tables.INFERENCE)) == methods_of(TRITON)
 
 
 @pytest.mark.parametrize(
     ("table", "module"),
-    [(tables.HEALTH, health_pb2), (tables.OLD_REFLECTION, reflection_pb2)],
+    [(tables.HEALTH, health_pb2), (tables.REFLECTION_V1ALPHA, reflection_pb2)],
     ids=["health", "reflection"],
 )
 def test_the_methods_asked_by_tools_are_there(table: Table, module: Any) -> None:
     known = methods_of(theirs(module))
-    own = methods_of(file_of(table))
+    own = methods_of(file_descriptor(table))
     assert own == {name: known[name] for name in own}
     assert own
 
 
 def test_the_newer_reflection_differs_in_nothing_but_its_name() -> None:
-    new, old = file_of(tables.REFLECTION), file_of(tables.OLD_REFLECTION)
+    new, old = file_descriptor(tables.REFLECTION), file_descriptor(tables.REFLECTION_V1ALPHA)
     assert messages_of(new) == messages_of(old)
     assert [*methods_of(new)] == ["grpc.reflection.v1.ServerReflection.ServerReflectionInfo"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weightd.gateway.callers import Identities
-from weightd.gateway.config.load import identities_of, parse
+from weightd.gateway.config.load import make_authenticator, parse
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.helper import Helpers
 from weightd.gateway.regions import Regions
@@ -51,7 +51,7 @@ class HttpGateway:
         table = config.gateway
         service = Service(table.daemon, table.timeout, Seats(table.max_in_flight, table.max_memory_bytes))
         shared = Regions(enabled=table.shared_memory, **({} if regions is None else {"directory": regions}))
-        self.gateway = Gateway(table, identities_of(config), service, shared, Helpers())
+        self.gateway = Gateway(table, make_authenticator(config), service, shared, Helpers())
         self._rest = Rest(self.gateway)
 
     def __enter__(self) -> HttpGateway:
@@ -62,8 +62,8 @@ class HttpGateway:
 
     def __exit__(self, *_: object) -> None:
         self.run(self._rest.stop(0.0))
-        self.run(self.gateway.service.close())
-        self.run(self.gateway.helpers.close())
+        self.run(self.gateway.daemon_client.close())
+        self.run(self.gateway.parsers.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LIMIT_S)
         self._loop.close()
@@ -71,7 +71,7 @@ class HttpGateway:
     @property
     def connections(self) -> Crowd:
         """All connections."""
-        return self._rest.crowd
+        return self._rest.connections
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop of the gateway, and return what it returns."""
@@ -79,7 +79,7 @@ class HttpGateway:
 
     def become(self, identities: Identities) -> None:
         """Have other callers, as a reload has."""
-        self.gateway.identities = identities
+        self.gateway.authenticator = identities
 
     def ask(
         self, method: str, path: str, content: Any = None, headers: Mapping[str, str] | None = None

@@ -31,14 +31,14 @@ DEFAULT = Path("/etc/weightd/gateway.toml")
 _TABLES = ("gateway", "certificates", "users")
 
 # Of a table that names callers.
-_MOST_CALLERS = 65536
+_MAX_CALLERS = 65536
 
 # Whom the kernel cannot name, as those whom a user namespace hides: nobody in particular.
 _HIDDEN_UID = 65534
 
-_FILES = ("tokens", "tls_cert", "tls_key", "client_ca")
+_FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
 
-_NAMED = mapping(text(limits.MAX_NAME_BYTES), _MOST_CALLERS)["kind"]
+_CALLER_TABLE = mapping(text(limits.MAX_NAME_BYTES), _MAX_CALLERS)["kind"]
 
 
 class ConfigError(WeightdError):
@@ -59,7 +59,7 @@ def default_path() -> Path:
     return Path(directory, DEFAULT.name) if directory else DEFAULT
 
 
-def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]:
+def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[Config, Identities]:
     """Return what a file says, and who is who by it and its file of tokens.
 
     Args:
@@ -77,18 +77,18 @@ def load(path: Path, listening: Sequence[str] = ()) -> tuple[Config, Identities]
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     problems = Problems()
-    config = parse(content, path.resolve().parent, problems, listening)
-    found = [f"{path}: {error}" for error in problems.errors]
+    config = parse(content, path.resolve().parent, problems, listen_addresses)
+    errors = [f"{path}: {error}" for error in problems.errors]
     try:
-        identities = identities_of(config)
+        authenticator = make_authenticator(config)
     except tokens.TokenFileError as error:
-        raise ConfigError(*found, *error.problems) from None
-    if found:
-        raise ConfigError(*found)
-    return config, identities
+        raise ConfigError(*errors, *error.problems) from None
+    if errors:
+        raise ConfigError(*errors)
+    return config, authenticator
 
 
-def parse(content: Mapping[str, Any], base: Path, problems: Problems, listening: Sequence[str] = ()) -> Config:
+def parse(content: Mapping[str, Any], base: Path, problems: Problems, listen_addresses: Sequence[str] = ()) -> Config:
     """Return the configuration that parsed TOML is; relative paths are relative to `base`. `listening`: see `load`.
 
     What is wrong is added to `problems`; what is returned is of use if there is nothing.
@@ -99,20 +99,20 @@ def parse(content: Mapping[str, Any], base: Path, problems: Problems, listening:
             problems.add([FieldError(tables.unknown_name_text("table", key, _TABLES)).at(f".{label(key)}")])
     with problems.at(".gateway"):
         gateway = tables.read_table(GatewayConfig, content.get("gateway", {}), problems)
-        gateway = dataclasses.replace(gateway, http=tuple(listening) or gateway.http)
+        gateway = dataclasses.replace(gateway, http=tuple(listen_addresses) or gateway.http)
         gateway = _complete(gateway, base, problems)
     with problems.at(".certificates"):
-        certificates = _NAMED.check(content.get("certificates", {}))
+        certificates = _CALLER_TABLE.check(content.get("certificates", {}))
         if certificates and not gateway.client_ca:
             raise FieldError("it has no effect without client_ca in [gateway]")
     with problems.at(".users"):
-        users = _users(_NAMED.check(content.get("users", {})), problems)
-        if users and not any(each.startswith(places.UNIX) for each in gateway.http):
+        users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
+        if users and not any(each.startswith(places.UNIX_PREFIX) for each in gateway.http):
             raise FieldError("it has no effect without a unix: address among http in [gateway]")
     return Config(gateway, certificates, users)
 
 
-def identities_of(config: Config) -> Identities:
+def make_authenticator(config: Config) -> Identities:
     """Return who is who.
 
     Raises:
@@ -120,38 +120,38 @@ def identities_of(config: Config) -> Identities:
     """
     gateway = config.gateway
     return Identities(
-        tokens.read(Path(gateway.tokens)) if gateway.tokens else {},
-        {name: tokens.caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
-        {uid: tokens.caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
-        tokens.caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
+        tokens.read_tokens(Path(gateway.tokens)) if gateway.tokens else {},
+        {name: tokens.parse_caller(tenant, f"certificate {name}") for name, tenant in config.certificates.items()},
+        {uid: tokens.parse_caller(tenant, f"uid {uid}") for uid, tenant in config.users.items()},
+        tokens.parse_caller(gateway.anonymous, "anonymous") if gateway.anonymous else None,
     )
 
 
 def _complete(config: GatewayConfig, base: Path, problems: Problems) -> GatewayConfig:
-    paths = {key: str((base / value).absolute()) for key in _FILES if (value := getattr(config, key))}
+    paths = {key: str((base / value).absolute()) for key in _FILE_KEYS if (value := getattr(config, key))}
     config = dataclasses.replace(config, **cast("dict[str, Any]", paths))
-    problems.add((each.at(".http") for each in places.problems(config.http)), "http")
-    problems.add((each.at(".grpc") for each in places.problems(config.grpc)), "grpc")
-    problems.add(_of_memory(config), "max_memory_bytes", "max_body_bytes")
-    problems.add(_of_tls(config), "tls_cert", "tls_key", "client_ca")
+    problems.add((each.at(".http") for each in places.check_addresses(config.http)), "http")
+    problems.add((each.at(".grpc") for each in places.check_addresses(config.grpc)), "grpc")
+    problems.add(_check_memory(config), "max_memory_bytes", "max_body_bytes")
+    problems.add(_check_tls(config), "tls_cert", "tls_key", "client_ca")
     if problems.wrong_keys().isdisjoint({"http", "grpc"}):
         http, grpc = (tuple(map(places.parse, each)) for each in (config.http, config.grpc))
         config = dataclasses.replace(config, http_places=http, grpc_places=grpc)
-        problems.add(_of_strangers(config), "tls_cert", "anonymous", "insecure")
-        problems.add(_of_sharing(config), "shared_memory")
+        problems.add(_check_exposure(config), "tls_cert", "anonymous", "insecure")
+        problems.add(_check_shared_memory(config), "shared_memory")
         if not (http or grpc):
             problems.add([FieldError("expected an address here, or among grpc").at(".http")])
     return config
 
 
-def _of_memory(config: GatewayConfig) -> Iterator[FieldError]:
-    least = 2 * config.max_body_bytes
-    if config.max_memory_bytes < least:
-        expected = f"expected at least twice max_body_bytes, {least}, got {config.max_memory_bytes}"
+def _check_memory(config: GatewayConfig) -> Iterator[FieldError]:
+    minimum = 2 * config.max_body_bytes
+    if config.max_memory_bytes < minimum:
+        expected = f"expected at least twice max_body_bytes, {minimum}, got {config.max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
 
 
-def _of_tls(config: GatewayConfig) -> Iterator[FieldError]:
+def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
     if bool(config.tls_cert) != bool(config.tls_key):
         missing = "tls_key" if config.tls_cert else "tls_cert"
         yield FieldError("missing: a certificate and its key go together").at(f".{missing}")
@@ -163,7 +163,7 @@ def _of_tls(config: GatewayConfig) -> Iterator[FieldError]:
             yield FieldError(f"expected a file that this user may read, got {path!r}").at(f".{key}")
 
 
-def _of_strangers(config: GatewayConfig) -> Iterator[FieldError]:
+def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
     """Say which addresses are open to whoever reaches them, unless that is what was said."""
     if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
         return
@@ -176,17 +176,17 @@ def _of_strangers(config: GatewayConfig) -> Iterator[FieldError]:
                 yield FieldError(text).at(f".{key}[{index}]")
 
 
-def _of_sharing(config: GatewayConfig) -> Iterator[FieldError]:
-    others = [place for place in (*config.http_places, *config.grpc_places) if not place.is_local]
-    if config.shared_memory and others:
-        yield FieldError(f"expected addresses on this host alone, got {others[0]}").at(".shared_memory")
+def _check_shared_memory(config: GatewayConfig) -> Iterator[FieldError]:
+    remote_addresses = [place for place in (*config.http_places, *config.grpc_places) if not place.is_local]
+    if config.shared_memory and remote_addresses:
+        yield FieldError(f"expected addresses on this host alone, got {remote_addresses[0]}").at(".shared_memory")
 
 
-def _users(named: Mapping[str, str], problems: Problems) -> dict[int, str]:
+def _parse_users(tenants_by_user: Mapping[str, str], problems: Problems) -> dict[int, str]:
     users: dict[int, str] = {}
-    for name, tenant in named.items():
+    for name, tenant in tenants_by_user.items():
         with problems.at(f".{label(name)}"):
-            uid = _user_id(name)
+            uid = _parse_user_id(name)
             if uid == _HIDDEN_UID:
                 raise FieldError("expected another user: so the kernel calls each that it cannot name")
             if uid in users:
@@ -195,7 +195,7 @@ def _users(named: Mapping[str, str], problems: Problems) -> dict[int, str]:
     return users
 
 
-def _user_id(name: str) -> int:
+def _parse_user_id(name: str) -> int:
     if name.isascii() and name.isdecimal():
         return int(name)
     try:
@@ -204,8 +204,8 @@ def _user_id(name: str) -> int:
         raise FieldError(f"expected a user of this host, by name or number, got {describe_value(name)}") from None
 
 
-def changed(before: Config, after: Config) -> list[str]:
+def keys_needing_restart(before: Config, after: Config) -> list[str]:
     """Return the keys of [gateway] that differ and take a restart."""
-    taken = {"tokens", "anonymous"}
+    reloadable = {"tokens", "anonymous"}
     fields = [each.name for each in tables.table_keys(GatewayConfig)]
-    return [key for key in fields if key not in taken and getattr(before.gateway, key) != getattr(after.gateway, key)]
+    return [key for key in fields if key not in reloadable and getattr(before.gateway, key) != getattr(after.gateway, key)]

@@ -13,10 +13,10 @@ from weightd.protocol import limits
 from weightd.protocol.schema import FieldError
 from weightd.shared.tcp import MAX_PORT
 
-FORM = f"HOST:PORT, PORT from 0 to {MAX_PORT}, or unix:/ABSOLUTE/PATH"
+FORMAT = f"HOST:PORT, PORT from 0 to {MAX_PORT}, or unix:/ABSOLUTE/PATH"
 
 _TCP = re.compile(r"(\[[0-9A-Fa-f:.%\w]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-UNIX = "unix:"
+UNIX_PREFIX = "unix:"
 
 
 class Place(NamedTuple):
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         if self.path:
-            return f"{UNIX}{self.path}"
+            return f"{UNIX_PREFIX}{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -54,25 +54,25 @@ def parse(address: str) -> Place:
     Raises:
         FieldError: it is none.
     """
-    if address.startswith(f"{UNIX}/"):
-        path = address.removeprefix(UNIX)
+    if address.startswith(f"{UNIX_PREFIX}/"):
+        path = address.removeprefix(UNIX_PREFIX)
         size = len(os.fsencode(path))
         if size > limits.MAX_IPC_PATH_BYTES:
             raise FieldError(f"expected a path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}")
         return Place(path=path)
     match = _TCP.fullmatch(address)
     if match is None or int(match.group(2)) > MAX_PORT:
-        raise FieldError(f"expected {FORM}, got {address!r}")
+        raise FieldError(f"expected {FORMAT}, got {address!r}")
     return Place(host=match.group(1).strip("[]"), port=int(match.group(2)))
 
 
-def of_socket(listener: socket.socket) -> Place:
+def address_of(listener: socket.socket) -> Place:
     """Return where a socket listens."""
     name = listener.getsockname()
     return Place(path=name) if listener.family == socket.AF_UNIX else Place(host=name[0], port=name[1])
 
 
-def problems(addresses: tuple[str, ...]) -> Iterator[FieldError]:
+def check_addresses(addresses: tuple[str, ...]) -> Iterator[FieldError]:
     """Say what is wrong with addresses, each with its index."""
     for index, each in enumerate(addresses):
         try:

@@ -12,19 +12,19 @@ from weightd.shared.tables import derived
 from weightd.shared.userpaths import user_path
 
 # Of one protocol. Each is a socket.
-_MOST_PLACES = 16
+_MAX_ADDRESSES = 16
 
 # As many as a name of a host in DNS may have.
-_MOST_HOST_BYTES = 253
+_MAX_HOST_BYTES = 253
 
-_MOST_HOSTS = 256
+_MAX_HOSTS = 256
 
-_MOST_COUNT = 2**20
+_MAX_COUNT = 2**20
 
 # An hour: whoever may be silent longer may be gone.
-_MOST_SECONDS = limits.MAX_TIMEOUT_US / 1e6
+_MAX_SECONDS = limits.MAX_TIMEOUT_US / 1e6
 
-_ADDRESSES = list_of(text(limits.MAX_PATH_BYTES), _MOST_PLACES)
+_ADDRESSES = list_of(text(limits.MAX_PATH_BYTES), _MAX_ADDRESSES)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GatewayConfig:
     """The file with the authorities whose certificates callers have to have, in PEM. Default: callers need none."""
 
     hosts: tuple[str, ...] = field(
-        default=("localhost", "127.0.0.1", "[::1]"), metadata=list_of(text(_MOST_HOST_BYTES), _MOST_HOSTS)
+        default=("localhost", "127.0.0.1", "[::1]"), metadata=list_of(text(_MAX_HOST_BYTES), _MAX_HOSTS)
     )
     """The names, without a port, under which HTTP callers may know this host: what comes for another one is refused,
     for it may come from a page in somebody's browser. "*" is any."""
@@ -71,7 +71,7 @@ class GatewayConfig:
     max_body_bytes: int = field(default=64 * 1024 * 1024, metadata=integer(1024, limits.MAX_FRAME_BYTES))
     """Bytes of a request, once it is decompressed."""
 
-    max_in_flight: int = field(default=256, metadata=integer(1, _MOST_COUNT))
+    max_in_flight: int = field(default=256, metadata=integer(1, _MAX_COUNT))
     """Requests that are received or answered at once. Whoever comes beyond that is told so at once. A tenant has
     at most three times as many as it leaves to others, of these as of the bytes below: three quarters, if it is alone.
     """
@@ -80,7 +80,7 @@ class GatewayConfig:
     """Bytes of all requests that are received or answered at once, likewise, and of answers that callers have not read;
     at least twice `max_body_bytes`."""
 
-    max_connections: int = field(default=4096, metadata=integer(1, _MOST_COUNT))
+    max_connections: int = field(default=4096, metadata=integer(1, _MAX_COUNT))
     """Connections of HTTP, and of gRPC, at once. A user of this host, or another host, may have at most three times as
     many as it leaves to others; root and the gateway's own user have no such limit."""
 
@@ -88,16 +88,16 @@ class GatewayConfig:
     """New connections a second of one user of this host, or of another host, with each protocol; after a pause those
     of 4 seconds at once. Clients behind a proxy are one peer. 0: no limit."""
 
-    timeout: float = field(default=30.0, metadata=number(_MOST_SECONDS, positive=True))
+    timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds that a request takes at most which says nothing of that itself."""
 
-    receive_timeout: float = field(default=30.0, metadata=number(_MOST_SECONDS, positive=True))
+    receive_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds in which the header of a request has to come, and then its body."""
 
-    idle_timeout: float = field(default=300.0, metadata=number(_MOST_SECONDS, positive=True))
+    idle_timeout: float = field(default=300.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds that a caller may be connected and ask nothing."""
 
-    drain_timeout: float = field(default=30.0, metadata=number(_MOST_SECONDS))
+    drain_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS))
     """Seconds that requests may take that are under way when the gateway is asked to stop."""
 
     shared_memory: bool = field(default=False, metadata=boolean())

@@ -30,7 +30,7 @@ HEADERS: Mapping[str, str] = {
 }
 """Of each answer that belongs to the page, the numbers included."""
 
-NUMBERS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
+STATUS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
 """Of status.json."""
 
 
@@ -51,16 +51,16 @@ class File:
     headers: Mapping[str, str]
 
 
-def _file(name: str, kind: str) -> File:
+def _load_file(name: str, media_type: str) -> File:
     body = resources.files("weightd.gateway.page").joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
     # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
-    return File(body, f"{kind}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
+    return File(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
 
 
 FILES: Mapping[str, File] = {
-    "/": _file("index.html", "text/html"),
-    "/app.js": _file("app.js", "text/javascript"),
-    "/style.css": _file("style.css", "text/css"),
+    "/": _load_file("index.html", "text/html"),
+    "/app.js": _load_file("app.js", "text/javascript"),
+    "/style.css": _load_file("style.css", "text/css"),
 }
 """By path."""

@@ -16,7 +16,7 @@ from weightd.shared.overview.history import History
 from weightd.shared.overview.rows import Overview
 
 # A page asks each second; if nobody has for so long, nobody has it open.
-_GAP_S = 10.0
+_MAX_GAP_S = 10.0
 
 
 class Daemon(Protocol):
@@ -40,7 +40,7 @@ class Looks:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
-        self._looks: dict[str | None, _Look] = {}
+        self._by_tenant: dict[str | None, _Look] = {}
 
     async def status_json(self, caller: Caller) -> bytes:
         """Return the answer to a page.
@@ -48,37 +48,37 @@ class Looks:
         Raises:
             RequestError: the caller may not look; a daemon that is away is no error, but told.
         """
-        if caller.tenant not in self._looks:
-            self._looks[caller.tenant] = _Look()
-        return await self._looks[caller.tenant].told(self._daemon, caller)
+        if caller.tenant not in self._by_tenant:
+            self._by_tenant[caller.tenant] = _Look()
+        return await self._by_tenant[caller.tenant].status_json(self._daemon, caller)
 
 
 class _Look:
     """The last picture for a tenant."""
 
     def __init__(self) -> None:
-        self._history = History(_GAP_S)
+        self._history = History(_MAX_GAP_S)
         self._overview: Overview | None = None
-        self._at = time.monotonic()
+        self._polled_at = time.monotonic()
         self._lock = asyncio.Lock()
 
-    async def told(self, daemon: Daemon, caller: Caller) -> bytes:
+    async def status_json(self, daemon: Daemon, caller: Caller) -> bytes:
         async with self._lock:
             try:
-                await self._look(daemon, caller)
+                await self._poll(daemon, caller)
             except (Unavailable, DeadlineExceeded) as error:
-                return status_json(self._overview, time.monotonic() - self._at, _TEXTS[error.code])
+                return status_json(self._overview, time.monotonic() - self._polled_at, _ERROR_TEXTS[error.code])
             return status_json(self._overview)
 
-    async def _look(self, daemon: Daemon, caller: Caller) -> None:
+    async def _poll(self, daemon: Daemon, caller: Caller) -> None:
         self._history.on_metrics(await daemon.metrics(caller))
         if self._history.should_request_status(time.monotonic()):
             self._history.on_status(await daemon.status(caller))
-        self._overview, self._at = self._history.overview(), time.monotonic()
+        self._overview, self._polled_at = self._history.overview(), time.monotonic()
 
 
 # The code alone is told: the daemon's text names paths of this host.
-_TEXTS = {
+_ERROR_TEXTS = {
     Unavailable.code: "The daemon cannot be reached: it is stopped, or restarts.",
     DeadlineExceeded.code: "The daemon does not answer.",
 }

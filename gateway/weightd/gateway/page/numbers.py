@@ -9,14 +9,14 @@ from weightd.shared.overview.rows import Overview
 from weightd.shared.overview.values import to_json_values
 
 # A browser draws no more of them.
-_MOST_PROCESSES = 1024
+_MAX_PROCESSES = 1024
 
 # What is nobody's who looks at a page: numbers and paths of this host.
-_PRIVATE = ("note",)
-_PRIVATE_OF_PROCESS = ("pid",)
+_PRIVATE_FIELDS = ("note",)
+_PRIVATE_PROCESS_FIELDS = ("pid",)
 
 
-def status_json(overview: Overview | None, age_s: float = 0.0, trouble: str = "") -> bytes:
+def status_json(overview: Overview | None, age_s: float = 0.0, error: str = "") -> bytes:
     """Return what is told to the page.
 
     Args:
@@ -24,15 +24,15 @@ def status_json(overview: Overview | None, age_s: float = 0.0, trouble: str = ""
         age_s: how old it is.
         trouble: why there is no newer one, if there is none.
     """
-    daemon = {"age_s": round(age_s, 1), "trouble": trouble}
-    told = {"daemon": daemon, "overview": None if overview is None else _told(overview)}
-    return json.dumps(told, separators=(",", ":"), allow_nan=False).encode()
+    daemon = {"age_s": round(age_s, 1), "trouble": error}
+    content = {"daemon": daemon, "overview": None if overview is None else _overview_json(overview)}
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _told(overview: Overview) -> dict[str, Any]:
-    told = to_json_values(overview)
-    processes = [_without(each, _PRIVATE_OF_PROCESS) for each in told["processes"][:_MOST_PROCESSES]]
-    return {**_without(told, _PRIVATE), "processes": processes}
+def _overview_json(overview: Overview) -> dict[str, Any]:
+    fields = to_json_values(overview)
+    processes = [_without(each, _PRIVATE_PROCESS_FIELDS) for each in fields["processes"][:_MAX_PROCESSES]]
+    return {**_without(fields, _PRIVATE_FIELDS), "processes": processes}
 
 
 def _without(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

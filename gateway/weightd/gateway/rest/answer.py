@@ -9,22 +9,22 @@ import numpy as np
 
 from weightd.gateway import arrays
 from weightd.gateway.model_view import VERSION
-from weightd.gateway.question import Answer
+from weightd.gateway.question import InferenceResult
 from weightd.gateway.rest.form import Form, OutputForm
 from weightd.protocol.tensors import frame_of
 
 # Puts the bytes of an output where the caller wants it.
-Placing = Callable[[OutputForm, memoryview], None]
+WriteOutput = Callable[[OutputForm, memoryview], None]
 
 
-def encode(model: str, form: Form, answer: Answer, place: Placing) -> tuple[bytes, Sequence[memoryview]]:
+def encode(model: str, form: Form, result: InferenceResult, write_output: WriteOutput) -> tuple[bytes, Sequence[memoryview]]:
     """Return the JSON of an answer, and what follows it.
 
     Raises:
         InvalidArgument: an output has no form in JSON; or what `place` raises.
         TooLarge: an output is too large for JSON.
     """
-    header, content, _ = describe(model, form, answer, place)
+    header, content, _ = summarize(model, form, result, write_output)
     return render(header), content
 
 
@@ -39,7 +39,7 @@ class Description(NamedTuple):
 
     header: Mapping[str, Any]
     content: Sequence[memoryview]
-    values: int
+    value_count: int
 
 
 def render(header: Mapping[str, Any]) -> bytes:
@@ -55,7 +55,7 @@ def render(header: Mapping[str, Any]) -> bytes:
     return arrays.to_json({**header, "outputs": outputs}).encode()
 
 
-def describe(model: str, form: Form, answer: Answer, place: Placing) -> Description:
+def summarize(model: str, form: Form, result: InferenceResult, write_output: WriteOutput) -> Description:
     """Return an answer as it is to be rendered; outputs that are wanted in shared memory are written there.
 
     Raises:
@@ -64,27 +64,27 @@ def describe(model: str, form: Form, answer: Answer, place: Placing) -> Descript
     """
     outputs: list[dict[str, Any]] = []
     content: list[memoryview] = []
-    left = arrays.MOST_VALUES
-    wanted = {each.name: each for each in form.outputs or ()}
-    for name, array in answer.items():
-        how = wanted.get(name) or OutputForm(name, form.binary)
+    values_left = arrays.MAX_VALUES
+    requested = {each.name: each for each in form.outputs or ()}
+    for name, array in result.items():
+        how = requested.get(name) or OutputForm(name, form.is_binary)
         told: dict[str, Any] = {"name": name, "datatype": arrays.datatype_of(array), "shape": array.shape}
         if how.region is not None:
-            place(how, frame_of(array))
+            write_output(how, frame_of(array))
             told["parameters"] = {
                 "shared_memory_region": how.region["shared_memory_region"],
                 "shared_memory_offset": how.region.get("shared_memory_offset", 0),
                 "shared_memory_byte_size": array.nbytes,
             }
-        elif how.binary:
+        elif how.is_binary:
             content.append(frame_of(array))
             told["parameters"] = {"binary_data_size": array.nbytes}
         else:
-            arrays.check_count(name, array, left)
+            arrays.check_count(name, array, values_left)
             told["data"] = np.ascontiguousarray(array)
-            left -= array.size
+            values_left -= array.size
         outputs.append(told)
     header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
     if form.id:
         header["id"] = form.id
-    return Description(header, content, arrays.MOST_VALUES - left)
+    return Description(header, content, arrays.MAX_VALUES - values_left)

@@ -11,17 +11,17 @@ from aiohttp import hdrs
 
 from weightd.gateway import model_view
 from weightd.gateway.callers import Caller
-from weightd.gateway.codes import told
+from weightd.gateway.codes import to_request_error
 from weightd.gateway.gateway import Gateway
-from weightd.gateway.page.files import FILES, NUMBERS_HEADERS
+from weightd.gateway.page.files import FILES, STATUS_HEADERS
 from weightd.gateway.page.looks import Looks
 from weightd.gateway.rest import body, form
-from weightd.gateway.rest.asking import caller_of, check_host, trace_of
+from weightd.gateway.rest.asking import caller_of, check_host, traceparent_of
 from weightd.gateway.rest.connection import Phase
 from weightd.gateway.rest.infer import Inference
-from weightd.gateway.rest.reply import Refused, Reply, as_json, of_error
+from weightd.gateway.rest.reply import Refused, Reply, json_reply, error_reply
 from weightd.gateway.rest.request import Connection, Request
-from weightd.gateway.rest.routes import Verb, route
+from weightd.gateway.rest.routes import Verb, parse_route
 from weightd.gateway.shares import Shares
 from weightd.gateway.traces import TRACEPARENT
 from weightd.protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
@@ -33,20 +33,20 @@ from weightd.shared.seldom import Seldom
 _log = logging.getLogger("weightd.gateway.rest")
 
 # What is not a tensor is short: the parameters of a region, or of an index.
-_MOST_ASKED_BYTES = 64 * 1024
+_MAX_PARAMETER_BYTES = 64 * 1024
 
 # What is asked of no model, and answered with no more than whether there is somebody: for probes, which have no token.
 # The files of the page are the same for everybody.
-_OPEN = frozenset({Verb.LIVE, Verb.READY, Verb.PAGE})
+_UNAUTHENTICATED = frozenset({Verb.LIVE, Verb.READY, Verb.PAGE})
 _PROBE = Caller(None, "probe")
 
 # Of those who wait for the daemon: should it hang, strangers do not have all connections.
-MOST_PROBES = 64
+MAX_PROBES = 64
 
 _SERVER_ERROR = 500
 
 # Between two lines of the log about errors of one status to one caller: who asks again and again fills no log.
-_QUIET_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # What Triton would say that traces nothing.
 _TRACE_SETTINGS: Mapping[str, Any] = {
@@ -79,12 +79,12 @@ class Api:
 
     def __init__(self, gateway: Gateway, hosts: frozenset[str]) -> None:
         self._gateway = gateway
-        self._service = gateway.service
+        self._daemon_client = gateway.daemon_client
         self._hosts = hosts
-        self._seldom = Seldom(_QUIET_S)
-        self._looks = Looks(gateway.service)
+        self._error_log = Seldom(_LOG_INTERVAL_S)
+        self._status_poller = Looks(gateway.daemon_client)
         self._expositions: dict[str | None, tuple[MetricsResponse, bytes]] = {}
-        self._probes = Shares(MOST_PROBES)
+        self._probe_limit = Shares(MAX_PROBES)
         self._handlers: dict[Verb, Handler] = {
             Verb.LIVE: self._live,
             Verb.READY: self._ready,
@@ -99,91 +99,91 @@ class Api:
             Verb.REGIONS: self._regions,
             Verb.REGISTER: self._register,
             Verb.UNREGISTER: self._unregister,
-            Verb.CUDA_REGIONS: self._nothing,
+            Verb.CUDA_REGIONS: self._no_cuda_regions,
             Verb.CUDA_REGISTER: self._register_cuda,
-            Verb.CUDA_UNREGISTER: self._nothing,
+            Verb.CUDA_UNREGISTER: self._no_cuda_regions,
             Verb.TRACE: self._trace,
             Verb.LOGGING: self._logging,
-            Verb.SET: self._set,
+            Verb.CHANGE_SETTING: self._change_setting,
             Verb.METRICS: self._metrics,
             Verb.PAGE: self._page,
-            Verb.NUMBERS: self._numbers,
+            Verb.STATUS_JSON: self._status_json,
         }
 
     async def handle(self, request: Request) -> Reply:
         """Return the answer to a request, whatever comes of it."""
         connection = cast(Connection, request.protocol)
-        connection.enter(Phase.ANSWER)
-        begun, trace = time.monotonic(), trace_of(request)
+        connection.set_phase(Phase.ANSWER)
+        started_at, traceparent = time.monotonic(), traceparent_of(request)
         caller = _PROBE
         try:
             check_host(request, self._hosts)
-            methods, name = route(request.raw_path.partition("?")[0])
-            verb = methods.get("GET" if request.method == "HEAD" else request.method)
-            if verb is None:
+            methods, name = parse_route(request.raw_path.partition("?")[0])
+            operation = methods.get("GET" if request.method == "HEAD" else request.method)
+            if operation is None:
                 allowed = ", ".join(methods)
                 raise Refused(405, f"expected method {allowed}, got {label(request.method)}", allowed)
-            if verb not in _OPEN:
-                caller = caller_of(request, self._gateway.identities)
-            reply = await self._handlers[verb](request, caller, name)
+            if operation not in _UNAUTHENTICATED:
+                caller = caller_of(request, self._gateway.authenticator)
+            reply = await self._handlers[operation](request, caller, name)
         except WeightdError as error:
-            reply = of_error(told(error))
+            reply = error_reply(to_request_error(error))
         except Refused as refused:
             reply = refused.reply()
-        if trace:
-            reply.headers[TRACEPARENT] = trace
-        self._log(request, reply, caller, time.monotonic() - begun, trace)
+        if traceparent:
+            reply.headers[TRACEPARENT] = traceparent
+        self._log(request, reply, caller, time.monotonic() - started_at, traceparent)
         return reply
 
-    def _log(self, request: Request, reply: Reply, caller: Caller, seconds: float, trace: str) -> None:
+    def _log(self, request: Request, reply: Reply, caller: Caller, seconds: float, traceparent: str) -> None:
         more = ""
         level = logging.DEBUG
         if reply.status >= _SERVER_ERROR:
-            untold = self._seldom.record(f"{caller.name} {reply.status}", time.monotonic())
-            if untold is not None:
-                level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
+            suppressed_count = self._error_log.record(f"{caller.name} {reply.status}", time.monotonic())
+            if suppressed_count is not None:
+                level, more = logging.WARNING, f", and {suppressed_count} more since the last line of this" if suppressed_count else ""
         if _log.isEnabledFor(level):
             what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
-            _log.log(level, "%s%s%s", what, f", traceparent {trace}" if trace else "", more)
+            _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
     # --- health, metadata --------------------------------------------------------------------------------------
 
     async def _live(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json({"live": True})
+        return json_reply({"live": True})
 
     async def _ready(self, request: Request, caller: Caller, name: str) -> Reply:
-        if not self._probes.take(None):
-            raise ResourceExhausted(f"{MOST_PROBES} who ask this wait for the daemon already")
+        if not self._probe_limit.take(None):
+            raise ResourceExhausted(f"{MAX_PROBES} who ask this wait for the daemon already")
         try:
-            ready = (await self._service.ready(caller)).ready
+            ready = (await self._daemon_client.ready(caller)).ready
         finally:
-            self._probes.give(None)
-        return as_json({"ready": ready}, 200 if ready else 503)
+            self._probe_limit.release(None)
+        return json_reply({"ready": ready}, 200 if ready else 503)
 
     async def _model_ready(self, request: Request, caller: Caller, name: str) -> Reply:
-        answer = await self._service.ready(caller, name)
-        told = {"name": name, "ready": answer.ready}
-        return as_json(told if answer.ready else {**told, "error": answer.reason}, 200 if answer.ready else 503)
+        answer = await self._daemon_client.ready(caller, name)
+        content = {"name": name, "ready": answer.ready}
+        return json_reply(content if answer.ready else {**content, "error": answer.reason}, 200 if answer.ready else 503)
 
     async def _server(self, request: Request, caller: Caller, name: str) -> Reply:
         shared_memory = self._gateway.config.shared_memory
-        return as_json(model_view.server_metadata(await self._service.server(caller), shared_memory=shared_memory))
+        return json_reply(model_view.server_metadata(await self._daemon_client.server(caller), shared_memory=shared_memory))
 
     async def _model(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(model_view.model_metadata(await self._service.metadata(caller, name)))
+        return json_reply(model_view.model_metadata(await self._daemon_client.metadata(caller, name)))
 
     async def _config(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(model_view.model_config(await self._service.metadata(caller, name)))
+        return json_reply(model_view.model_config(await self._daemon_client.metadata(caller, name)))
 
     async def _statistics(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(model_view.statistics(await self._service.metrics(caller), name))
+        return json_reply(model_view.statistics(await self._daemon_client.metrics(caller), name))
 
     async def _index(self, request: Request, caller: Caller, name: str) -> Reply:
-        ready = (await self._asked(request, caller)).get("ready", False)
-        return as_json(model_view.repository_index(await self._service.metrics(caller), ready=ready is True))
+        ready = (await self._read_parameters(request, caller)).get("ready", False)
+        return json_reply(model_view.repository_index(await self._daemon_client.metrics(caller), only_ready=ready is True))
 
     async def _metrics(self, request: Request, caller: Caller, name: str) -> Reply:
-        metrics = await self._service.metrics(caller)
+        metrics = await self._daemon_client.metrics(caller)
         # The same for everybody who asks within a second, as the service returns the same metrics.
         latest = self._expositions.get(caller.tenant)
         if latest is None or latest[0] is not metrics:
@@ -201,9 +201,9 @@ class Api:
             return reply
         return Reply([file.body], file.content_type, headers=file.headers)
 
-    async def _numbers(self, request: Request, caller: Caller, name: str) -> Reply:
+    async def _status_json(self, request: Request, caller: Caller, name: str) -> Reply:
         self._check_page()
-        return Reply([await self._looks.status_json(caller)], headers=NUMBERS_HEADERS)
+        return Reply([await self._status_poller.status_json(caller)], headers=STATUS_HEADERS)
 
     def _check_page(self) -> None:
         if not self._gateway.config.page:
@@ -215,45 +215,45 @@ class Api:
         raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
 
     async def _trace(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(_TRACE_SETTINGS)
+        return json_reply(_TRACE_SETTINGS)
 
     async def _logging(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(_LOG_SETTINGS)
+        return json_reply(_LOG_SETTINGS)
 
-    async def _set(self, request: Request, caller: Caller, name: str) -> Reply:
-        if await self._asked(request, caller):
+    async def _change_setting(self, request: Request, caller: Caller, name: str) -> Reply:
+        if await self._read_parameters(request, caller):
             raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
         return await (self._logging if request.path.startswith("/v2/logging") else self._trace)(request, caller, name)
 
     # --- shared memory -----------------------------------------------------------------------------------------
 
     async def _regions(self, request: Request, caller: Caller, name: str) -> Reply:
-        return as_json(self._gateway.regions.status(caller, name))
+        return json_reply(self._gateway.regions.status(caller, name))
 
     async def _register(self, request: Request, caller: Caller, name: str) -> Reply:
-        asked = await self._asked(request, caller)
-        place = asked.get("key"), asked.get("offset", 0), asked.get("byte_size")
-        self._gateway.regions.register(caller, name, *place)
-        return as_json({})
+        parameters = await self._read_parameters(request, caller)
+        location = parameters.get("key"), parameters.get("offset", 0), parameters.get("byte_size")
+        self._gateway.regions.register(caller, name, *location)
+        return json_reply({})
 
     async def _unregister(self, request: Request, caller: Caller, name: str) -> Reply:
         self._gateway.regions.unregister(caller, name)
-        return as_json({})
+        return json_reply({})
 
     async def _register_cuda(self, request: Request, caller: Caller, name: str) -> Reply:
         raise InvalidArgument("weightd has no memory of CUDA devices")
 
-    async def _nothing(self, request: Request, caller: Caller, name: str) -> Reply:
+    async def _no_cuda_regions(self, request: Request, caller: Caller, name: str) -> Reply:
         """There is none of it, and so it is when it is gone."""
-        return as_json([] if request.method == "GET" else {})
+        return json_reply([] if request.method == "GET" else {})
 
     # --- within ------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: Request, caller: Caller) -> dict[str, Any]:
+    async def _read_parameters(self, request: Request, caller: Caller) -> dict[str, Any]:
         """Return the map that a request has, which may be empty."""
         connection = cast(Connection, request.protocol)
-        with self._service.seats.one(caller) as seat:
-            connection.reads(request.content)
-            content = await body.read(request, seat, _MOST_ASKED_BYTES, bytearray)
-            connection.enter(Phase.ANSWER)
-            return form.parsed(bytes(content)) if content else {}
+        with self._daemon_client.admission.admit(caller) as seat:
+            connection.begin_body(request.content)
+            content = await body.read_body(request, seat, _MAX_PARAMETER_BYTES, bytearray)
+            connection.set_phase(Phase.ANSWER)
+            return form.parse_map(bytes(content)) if content else {}

@@ -8,9 +8,9 @@ from typing import cast
 
 from aiohttp import hdrs
 
-from weightd.gateway.callers import Caller, Identities, bearer
+from weightd.gateway.callers import Caller, Identities, parse_bearer
 from weightd.gateway.rest.request import Connection, Request
-from weightd.gateway.traces import TRACEPARENT, trace
+from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import PermissionDenied, Unauthenticated
 from weightd.protocol.schema import label
 
@@ -19,7 +19,7 @@ ANY_HOST = "*"
 _PORT = re.compile(r":[0-9]*$")
 
 
-def caller_of(request: Request, identities: Identities) -> Caller:
+def caller_of(request: Request, authenticator: Identities) -> Caller:
     """Return who asks.
 
     Raises:
@@ -29,8 +29,8 @@ def caller_of(request: Request, identities: Identities) -> Caller:
     authorization = request.headers.getall(hdrs.AUTHORIZATION, ())
     if len(authorization) > 1:
         raise Unauthenticated("expected one authorization")
-    return identities.of(
-        token=bearer(authorization[0]) if authorization else None,
+    return authenticator.authenticate(
+        token=parse_bearer(authorization[0]) if authorization else None,
         common_name=connection.common_name,
         uid=connection.uid,
     )
@@ -48,6 +48,6 @@ def check_host(request: Request, hosts: Collection[str]) -> None:
     raise PermissionDenied(f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}")
 
 
-def trace_of(request: Request) -> str:
+def traceparent_of(request: Request) -> str:
     """Return the traceparent of a request, "" where it has none that is one."""
-    return trace(request.headers.get(TRACEPARENT, ""))
+    return valid_traceparent(request.headers.get(TRACEPARENT, ""))

@@ -18,10 +18,10 @@ from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.schema import label
 
 # Below it a body that lies elsewhere is copied in no time.
-_LEAST_ROOM = 64 * 1024
+_MIN_BUFFER_BYTES = 64 * 1024
 
 # Of what is decompressed at once, before others have their turn.
-_SLICE = 256 * 1024
+_SLICE_BYTES = 256 * 1024
 
 # Of addresses at which processors read fastest.
 _ALIGNMENT = 64
@@ -31,7 +31,7 @@ ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-async def read(request: Request, seat: Seat, most: int, room: Callable[[int], Any], lead: int = 0) -> memoryview:
+async def read_body(request: Request, permit: Seat, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0) -> memoryview:
     """Return the body.
 
     Args:
@@ -52,8 +52,8 @@ async def read(request: Request, seat: Seat, most: int, room: Callable[[int], An
     if encoding not in ENCODINGS:
         raise Refused(415, f"Content-Encoding: expected one of {', '.join(ENCODINGS)}, got {label(encoding)}")
     length = request.content_length
-    if length is not None and length > most:
-        raise TooLarge(f"expected a body of at most {most} bytes (max_body_bytes), got {length}")
+    if length is not None and length > max_bytes:
+        raise TooLarge(f"expected a body of at most {max_bytes} bytes (max_body_bytes), got {length}")
     if headers.get(hdrs.EXPECT, "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(_CONTINUE)
     content = request.content
@@ -61,19 +61,19 @@ async def read(request: Request, seat: Seat, most: int, room: Callable[[int], An
         if encoding == IDENTITY and length is not None:
             if not length:
                 return memoryview(b"")
-            seat.take(length)
+            permit.reserve(length)
             # What has come already, and is all of it, is one piece mostly.
-            if length < _LEAST_ROOM:
+            if length < _MIN_BUFFER_BYTES:
                 return memoryview(await content.readexactly(length))
-            return await _exactly(content, length, room, -lead % _ALIGNMENT)
+            return await _read_exactly(content, length, allocate, -header_bytes % _ALIGNMENT)
         chunks = content.iter_any()
-        return await _collected(chunks if encoding == IDENTITY else _decompressed(chunks, encoding), seat, most)
+        return await _collect(chunks if encoding == IDENTITY else _decompress(chunks, encoding), permit, max_bytes)
     except (asyncio.IncompleteReadError, PayloadEncodingError) as error:
         raise InvalidArgument(f"the body ends early, or is not chunked as it should be: {error}") from None
 
 
-async def _exactly(content: Content, length: int, room: Callable[[int], Any], offset: int) -> memoryview:
-    view = memoryview(room(offset + length))[offset:]
+async def _read_exactly(content: Content, length: int, allocate: Callable[[int], Any], offset: int) -> memoryview:
+    view = memoryview(allocate(offset + length))[offset:]
     done = 0
     while done < length:
         # Not `readany`, which joins first what is then copied to where it belongs.
@@ -85,30 +85,30 @@ async def _exactly(content: Content, length: int, room: Callable[[int], Any], of
     return view
 
 
-async def _collected(chunks: AsyncIterator[bytes], seat: Seat, most: int) -> memoryview:
+async def _collect(chunks: AsyncIterator[bytes], permit: Seat, max_bytes: int) -> memoryview:
     body = bytearray()
     async for chunk in chunks:
-        if len(body) + len(chunk) > most:
-            raise TooLarge(f"expected a body of at most {most} bytes (max_body_bytes)")
-        seat.take(len(chunk))
+        if len(body) + len(chunk) > max_bytes:
+            raise TooLarge(f"expected a body of at most {max_bytes} bytes (max_body_bytes)")
+        permit.reserve(len(chunk))
         body += chunk
     return memoryview(body)
 
 
-async def _decompressed(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
+async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
     """Yield what is compressed in slices: a few bytes can be a thousand times as many."""
     inflater = None
     async for chunk in chunks:
-        inflater = inflater or _inflater(encoding, chunk)
+        inflater = inflater or _make_inflater(encoding, chunk)
         if inflater.eof:
             raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")
         rest, is_full = chunk, True
         while rest or is_full:
             try:
-                piece = inflater.decompress(rest, _SLICE)
+                piece = inflater.decompress(rest, _SLICE_BYTES)
             except zlib.error as error:
                 raise InvalidArgument(f"expected a body in {encoding}: {error}") from None
-            rest, is_full = inflater.unconsumed_tail, len(piece) == _SLICE
+            rest, is_full = inflater.unconsumed_tail, len(piece) == _SLICE_BYTES
             if piece:
                 yield piece
             await asyncio.sleep(0)
@@ -118,7 +118,7 @@ async def _decompressed(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIte
         raise InvalidArgument(f"the body ends before what is compressed does ({encoding})")
 
 
-def _inflater(encoding: str, first: bytes) -> Any:
+def _make_inflater(encoding: str, first: bytes) -> Any:
     if encoding == GZIP:
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
     # Some call so what has no header of zlib.

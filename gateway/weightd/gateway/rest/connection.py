@@ -29,9 +29,9 @@ _OVERSLEPT_S = 0.5
 _SLOW_S = 1.0
 
 # The part of all connections that a peer keeps whatever other peers do.
-_RESERVED = 32
+_RESERVED_DIVISOR = 32
 
-_LATE = "the body of the request has not come in time (receive_timeout)"
+_BODY_TIMEOUT = "the body of the request has not come in time (receive_timeout)"
 
 
 class Phase(enum.Enum):
@@ -53,21 +53,21 @@ class Crowd:
         clock: tells the time.
     """
 
-    def __init__(self, most: int, limits: dict[Phase, float], clock: Callable[[], float]) -> None:
-        self._most = most
-        self._limits = limits
+    def __init__(self, max_connections: int, phase_timeouts: dict[Phase, float], clock: Callable[[], float]) -> None:
+        self._max_connections = max_connections
+        self._phase_timeouts = phase_timeouts
         self.clock = clock
         self._next_sweep = clock() + SWEEP_S
         self._all: dict[Connection, None] = {}
         # How many each peer has.
-        self._of: Counter[str] = Counter()
+        self._count_by_peer: Counter[str] = Counter()
         # Those that ask nothing, in the order in which they have begun with that; who has sent a part of a header, too.
         self._idle: dict[Connection, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def comes(self, connection: Connection) -> None:
+    def on_connect(self, connection: Connection) -> None:
         """Add a connection; where that is one too many, end one.
 
         The peer that has the most loses one, if it has more than a thirty-second of all; otherwise peers are not
@@ -76,33 +76,33 @@ class Crowd:
         or else the new one.
         """
         self._all[connection] = self._idle[connection] = None
-        self._of[connection.peer.key] += 1
-        if len(self._all) > self._most:
-            key, count = max(self._of.items(), key=lambda each: each[1])
-            largest = key if count > max(1, self._most // _RESERVED) else None
+        self._count_by_peer[connection.peer.key] += 1
+        if len(self._all) > self._max_connections:
+            key, count = max(self._count_by_peer.items(), key=lambda each: each[1])
+            largest = key if count > max(1, self._max_connections // _RESERVED_DIVISOR) else None
             # Many may come before the loop tells of the one that goes.
-            going = next((each for each in self._idle if largest in (None, each.peer.key)), connection)
-            if going is connection:
+            victim = next((each for each in self._idle if largest in (None, each.peer.key)), connection)
+            if victim is connection:
                 limit = self.clock() - _SLOW_S
                 reading = (
                     each
                     for each in self._all
-                    if each.phase is Phase.READING and each.since < limit and largest in (None, each.peer.key)
+                    if each.phase is Phase.READING and each.phase_started_at < limit and largest in (None, each.peer.key)
                 )
-                going = min(reading, key=lambda each: each.since, default=connection)
-            self.goes(going)
-            going.abort()
+                victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
+            self.on_disconnect(victim)
+            victim.abort()
 
-    def goes(self, connection: Connection) -> None:
+    def on_disconnect(self, connection: Connection) -> None:
         """Remove a connection."""
         if connection in self._all:
             del self._all[connection]
-            self._of[connection.peer.key] -= 1
-            if not self._of[connection.peer.key]:
-                del self._of[connection.peer.key]
+            self._count_by_peer[connection.peer.key] -= 1
+            if not self._count_by_peer[connection.peer.key]:
+                del self._count_by_peer[connection.peer.key]
         self._idle.pop(connection, None)
 
-    def enters(self, connection: Connection, phase: Phase) -> None:
+    def on_phase(self, connection: Connection, phase: Phase) -> None:
         """Something else is waited for."""
         if phase is Phase.IDLE:
             if connection in self._all:
@@ -113,14 +113,14 @@ class Crowd:
     def sweep(self) -> None:
         """Let those go that have been waited for too long, without the time in which this process was stopped."""
         now = self.clock()
-        late, self._next_sweep = now - self._next_sweep, now + SWEEP_S
-        if late > _OVERSLEPT_S:
+        overdue_s, self._next_sweep = now - self._next_sweep, now + SWEEP_S
+        if overdue_s > _OVERSLEPT_S:
             for each in self._all:
-                each.since = min(each.since + late, now)
+                each.phase_started_at = min(each.phase_started_at + overdue_s, now)
         for each in [*self._all]:
-            limit = self._limits.get(each.phase)
-            if limit is not None and now > each.since + limit:
-                each.late()
+            limit = self._phase_timeouts.get(each.phase)
+            if limit is not None and now > each.phase_started_at + limit:
+                each.on_timeout()
 
 
 class Connection(RequestHandler):
@@ -141,33 +141,33 @@ class Connection(RequestHandler):
         common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
     """
 
-    def __init__(self, crowd: Crowd, turns: Turns, peer: Peer, manager: web.Server, **options: Any) -> None:
+    def __init__(self, connections: Crowd, fair_runner: Turns, peer: Peer, manager: web.Server, **options: Any) -> None:
         super().__init__(manager, **options)
-        self._make_request: Any = self._request_factory
-        self._request_factory = self._made
-        self._crowd = crowd
-        self._turns = turns
+        self._request_maker: Any = self._request_factory
+        self._request_factory = self._make_request
+        self._http_connections = connections
+        self._fair_runner = fair_runner
         self.peer = peer
         self.phase = Phase.IDLE
-        self.since = crowd.clock()
+        self.phase_started_at = connections.clock()
         self.uid = peer.uid
         self.common_name: str | None = None
         self._body: Any = None
         # What has been received and not been parsed yet.
         self._unparsed = bytearray()
-        self._whole = b""
+        self._uncut = b""
         self._is_queued = False
-        self._is_held = False
+        self._is_reading_held = False
         self._is_resuming = False
-        self._piece = Piece()
+        self._chunk_size = Piece()
 
     def connection_made(self, transport: Any) -> None:  # noqa: D102
         self.common_name = common_name(transport)
         super().connection_made(transport)
-        self._crowd.comes(self)
+        self._http_connections.on_connect(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:  # noqa: D102
-        self._crowd.goes(self)
+        self._http_connections.on_disconnect(self)
         self._unparsed = bytearray()
         super().connection_lost(exc)
 
@@ -176,30 +176,30 @@ class Connection(RequestHandler):
             # aiohttp goes on with what it has kept, after a pause.
             super().data_received(data)
         elif self.phase is Phase.IDLE:
-            self.enter(Phase.HEADER)
-        if data and not self._unparsed and not self._is_queued and len(data) <= self._piece.size:
+            self.set_phase(Phase.HEADER)
+        if data and not self._unparsed and not self._is_queued and len(data) <= self._chunk_size.size_bytes:
             # What is not cut is not copied either.
-            self._whole = data
-            self._queue()
-            if self._whole:
-                self._unparsed += self._whole
-                self._whole = b""
+            self._uncut = data
+            self._queue_parse()
+            if self._uncut:
+                self._unparsed += self._uncut
+                self._uncut = b""
         else:
             self._unparsed += data
             if self._unparsed and not self._is_queued:
-                self._queue()
+                self._queue_parse()
         if self._unparsed:
-            self._hold()
+            self._hold_reading()
 
-    def _made(self, message: Any, payload: Any, *rest: Any) -> web.BaseRequest:
+    def _make_request(self, message: Any, payload: Any, *rest: Any) -> web.BaseRequest:
         """Make a request that aiohttp has taken out of its queue, perhaps before its body is complete."""
         if not payload.is_eof():
             # aiohttp calls this before it counts the request.
-            payload.on_eof(partial(asyncio.get_running_loop().call_soon, self._complete))
-        request: web.BaseRequest = self._make_request(message, payload, *rest)
+            payload.on_eof(partial(asyncio.get_running_loop().call_soon, self._on_body_complete))
+        request: web.BaseRequest = self._request_maker(message, payload, *rest)
         return request
 
-    def _complete(self) -> None:
+    def _on_body_complete(self) -> None:
         """Free the place of a request in the parser, which holds no more than aiohttp's queue.
 
         aiohttp frees it when it takes the request out of the queue. The parser takes the place when the body is
@@ -227,29 +227,29 @@ class Connection(RequestHandler):
         if self.transport is not None:
             super().resume_reading()
 
-    def _queue(self) -> None:
+    def _queue_parse(self) -> None:
         self._is_queued = True
-        self._turns.run(self.peer.key, self._parse)
+        self._fair_runner.run(self.peer.key, self._parse)
 
     def _parse(self) -> None:
         """Parse a piece of what has been received; the rest follows when it is the peer's turn again."""
         self._is_queued = False
         if self.transport is None or self._is_paused():
             return
-        if self._whole:
-            piece, self._whole = self._whole, b""
+        if self._uncut:
+            chunk, self._uncut = self._uncut, b""
         else:
-            size = self._piece.size
-            piece = bytes(memoryview(self._unparsed)[:size])
+            size = self._chunk_size.size_bytes
+            chunk = bytes(memoryview(self._unparsed)[:size])
             del self._unparsed[:size]
-        begun = time.thread_time()
-        super().data_received(piece)
-        self._piece.took(len(piece), time.thread_time() - begun)
+        started_at = time.thread_time()
+        super().data_received(chunk)
+        self._chunk_size.on_parsed(len(chunk), time.thread_time() - started_at)
         if self._unparsed:
             if not self._is_queued:
-                self._queue()
-        elif self._is_held:
-            self._is_held = False
+                self._queue_parse()
+        elif self._is_reading_held:
+            self._is_reading_held = False
             self._resume_transport()
 
     def _resume_transport(self) -> None:
@@ -264,32 +264,32 @@ class Connection(RequestHandler):
         """Go on once aiohttp's queue of requests has room: first with what has been received before."""
         super()._resume_reading_for_buffer()
         if self._unparsed:
-            self._hold()
+            self._hold_reading()
             if not self._is_queued:
-                self._queue()
+                self._queue_parse()
 
-    def _hold(self) -> None:
+    def _hold_reading(self) -> None:
         """Read nothing more until what has been received has been parsed, although aiohttp may have resumed."""
         if self.transport is not None:
-            self._is_held = True
+            self._is_reading_held = True
             self.transport.pause_reading()
 
-    def enter(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Something else is waited for from now on."""
-        self._crowd.enters(self, phase)
+        self._http_connections.on_phase(self, phase)
         self.phase = phase
-        self.since = self._crowd.clock()
+        self.phase_started_at = self._http_connections.clock()
 
-    def reads(self, body: Any) -> None:
+    def begin_body(self, body: Any) -> None:
         """The body of a request is read: an aiohttp.StreamReader."""
         self._body = body
-        self.enter(Phase.BODY)
+        self.set_phase(Phase.BODY)
 
-    def late(self) -> None:
+    def on_timeout(self) -> None:
         """What is waited for has not come in time."""
         if self.phase is Phase.BODY and self._body is not None:
-            self._body.set_exception(Refused(408, _LATE))
-            self.enter(Phase.ANSWER)
+            self._body.set_exception(Refused(408, _BODY_TIMEOUT))
+            self.set_phase(Phase.ANSWER)
         else:
             self.abort()
 
@@ -300,7 +300,7 @@ class Connection(RequestHandler):
 
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[Any, bool]:
         """Send an answer; then the next request is waited for."""
-        self.enter(Phase.READING)
+        self.set_phase(Phase.READING)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -309,11 +309,11 @@ class Connection(RequestHandler):
             if self._body is not None and isinstance(self._body.exception(), Refused):
                 # aiohttp would wait for the rest of it, and tell the log of that error.
                 self.force_close()
-            self.enter(Phase.IDLE)
+            self.set_phase(Phase.IDLE)
             if self._messages:
                 # A request that the client has sent ahead is answered when it is the peer's turn.
                 turn = asyncio.get_running_loop().create_future()
-                self._turns.ahead.run(self.peer.key, partial(_resolve, turn))
+                self._fair_runner.pipelined.run(self.peer.key, partial(_resolve, turn))
                 await turn
 
     def handle_error(

@@ -28,11 +28,11 @@ from weightd.gateway.turns import Turns
 from weightd.shared.peers import Peer, Peers
 
 # Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
-_OTHERS = 128
+_RESERVED_FDS = 128
 
 # Of headers, together with the request line: eight times what ordinary clients send.
-_MOST_HEADER_BYTES = 8190
-_MOST_HEADERS = 64
+_MAX_HEADER_BYTES = 8190
+_MAX_HEADERS = 64
 
 # What follows a request that was refused is read and dropped for so long, so that its sender reads why.
 _LINGERING_S = 5.0
@@ -53,13 +53,13 @@ class Rest:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self.crowd = _crowd(gateway.config)
-        self._api = Api(gateway, _hosts(gateway.config))
+        self.connections = _make_connections(gateway.config)
+        self._api = Api(gateway, _allowed_hosts(gateway.config))
         self._managers: list[web.Server] = []
         self._peers = Peers()
         # How many connections a peer may have is for the crowd to decide, which closes idle ones.
         self._admission = Admission(sys.maxsize, gateway.config.max_connection_rate)
-        self._accepting: list[Accepting] = []
+        self._acceptors: list[Accepting] = []
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paths: list[Path] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,64 +75,64 @@ class Rest:
         manager = web.Server(self._api.handle, handler_cancellation=True)  # type: ignore[arg-type]
         self._managers.append(manager)
         self._tasks.append(asyncio.create_task(self._sweep()))
-        turns = Turns(loop.call_soon, time.thread_time)
-        context = listening.tls(config)
-        told: list[str] = []
-        for listener in self._listeners():
+        fair_runner = Turns(loop.call_soon, time.thread_time)
+        context = listening.tls_context(config)
+        urls: list[str] = []
+        for listener in self._bind_listeners():
             tls = None if listener.family == socket.AF_UNIX else context
-            admit = partial(self._admit, manager=manager, turns=turns, tls=tls)
-            self._accepting.append(Accepting(listener, self._admission, self._peers, admit, None if tls else _refusal))
-            told.append(f"{'https' if tls else 'http'} {places.of_socket(listener)}")
-        return told
+            admit = partial(self._on_connection, manager=manager, turns=fair_runner, tls=tls)
+            self._acceptors.append(Accepting(listener, self._admission, self._peers, admit, None if tls else _refusal_response))
+            urls.append(f"{'https' if tls else 'http'} {places.address_of(listener)}")
+        return urls
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
-        for accepting in self._accepting:
+        for accepting in self._acceptors:
             accepting.close()
         for task in [*self._handshakes]:
             task.cancel()
         for manager in self._managers:
             manager.pre_shutdown()
-            await manager.shutdown(grace)
+            await manager.shutdown(grace_s)
         for task in self._tasks:
             task.cancel()
         self._peers.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
 
-    def _admit(
+    def _on_connection(
         self, connection: socket.socket, peer: Peer, *, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._begin(connection, peer, manager, turns, tls))
+        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, turns, tls))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _begin(
-        self, connection: socket.socket, peer: Peer, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
+    async def _connect(
+        self, connection: socket.socket, peer: Peer, manager: web.Server, fair_runner: Turns, tls: ssl.SSLContext | None
     ) -> None:
-        self._admission.leaves(peer)
-        make = partial(self._connection, manager, turns, peer)
+        self._admission.remove_connection(peer)
+        protocol_factory = partial(self._make_connection, manager, fair_runner, peer)
         try:
             if tls is None:
-                await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+                await asyncio.get_running_loop().connect_accepted_socket(protocol_factory, connection)
             else:
                 patience = self._gateway.config.receive_timeout
-                await self._gateway.handshakes.complete(connection, peer, tls, patience, make)
+                await self._gateway.handshakes.complete(connection, peer, tls, patience, protocol_factory)
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             connection.close()
 
-    def _connection(self, manager: web.Server, turns: Turns, peer: Peer) -> Connection:
+    def _make_connection(self, manager: web.Server, fair_runner: Turns, peer: Peer) -> Connection:
         return Connection(
-            self.crowd,
-            turns,
+            self.connections,
+            fair_runner,
             peer,
             manager,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=_NEVER_S,
             access_log=None,
-            max_line_size=_MOST_HEADER_BYTES,
-            max_field_size=_MOST_HEADER_BYTES,
-            max_headers=_MOST_HEADERS,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            max_headers=_MAX_HEADERS,
             lingering_time=_LINGERING_S,
             auto_decompress=False,
         )
@@ -140,32 +140,32 @@ class Rest:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self.crowd.sweep()
+            self.connections.sweep()
 
-    def _listeners(self) -> list[socket.socket]:
+    def _bind_listeners(self) -> list[socket.socket]:
         if self._gateway.sockets:
             return [*self._gateway.sockets]
-        places_ = self._gateway.config.http_places
-        self._paths += [Path(place.path) for place in places_ if place.path]
-        return [listening.bound(place, "http") for place in places_]
+        listen_addresses = self._gateway.config.http_places
+        self._paths += [Path(place.path) for place in listen_addresses if place.path]
+        return [listening.bind(place, "http") for place in listen_addresses]
 
 
-def _refusal(why: str) -> bytes:
+def _refusal_response(reason: str) -> bytes:
     """Return the response to a client whose connection is refused before it has sent a request."""
-    body = to_json({"error": why}).encode()
+    body = to_json({"error": reason}).encode()
     head = f"HTTP/1.1 429 Too Many Requests\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Retry-After: 1\r\nConnection: close\r\n\r\n".encode() + body
 
 
-def _hosts(config: GatewayConfig) -> frozenset[str]:
+def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
     """Return what requests may be for: what is configured, and the addresses themselves."""
-    own = {str(place).rpartition(":")[0] for place in config.http_places if place.host}
-    return frozenset(each.lower() for each in {*config.hosts, *own})
+    own_hosts = {str(place).rpartition(":")[0] for place in config.http_places if place.host}
+    return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
 
 
-def _crowd(config: GatewayConfig) -> Crowd:
+def _make_connections(config: GatewayConfig) -> Crowd:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = _OTHERS + (handshakes.MOST if config.tls_cert else 0)
-    most = max(1, min(config.max_connections, descriptors - others))
-    limits = dict.fromkeys((Phase.HEADER, Phase.BODY, Phase.READING), config.receive_timeout)
-    return Crowd(most, {**limits, Phase.IDLE: config.idle_timeout}, time.monotonic)
+    reserved_fds = _RESERVED_FDS + (handshakes.MAX_HANDSHAKES if config.tls_cert else 0)
+    max_connections = max(1, min(config.max_connections, descriptors - reserved_fds))
+    phase_timeouts = dict.fromkeys((Phase.HEADER, Phase.BODY, Phase.READING), config.receive_timeout)
+    return Crowd(max_connections, {**phase_timeouts, Phase.IDLE: config.idle_timeout}, time.monotonic)

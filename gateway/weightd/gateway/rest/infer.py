@@ -12,7 +12,7 @@ from weightd.gateway.callers import Caller
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.question import Question
 from weightd.gateway.rest import answer, body, form
-from weightd.gateway.rest.asking import trace_of
+from weightd.gateway.rest.asking import traceparent_of
 from weightd.gateway.rest.connection import Phase
 from weightd.gateway.rest.form import Form, InputForm, OutputForm
 from weightd.gateway.rest.reply import BINARY, JSON, Reply
@@ -25,14 +25,14 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 Array = arrays.Array
 
-HELPER_BYTES = 16 * 1024
+PARSER_PROCESS_BYTES = 16 * 1024
 """JSON that is longer is parsed by a helper process: the loop would be held up for half a millisecond and more."""
 
-HELPER_VALUES = 4 * 1024
+PARSER_PROCESS_VALUES = 4 * 1024
 """An output with more values than this is rendered by a helper process, for the same reason."""
 
 # Of a value in JSON, with its comma.
-_RENDERED_BYTES = 16
+_RENDERED_VALUE_BYTES = 16
 
 
 class Inference:
@@ -43,10 +43,10 @@ class Inference:
     """
 
     def __init__(self, gateway: Gateway) -> None:
-        self._service = gateway.service
+        self._daemon_client = gateway.daemon_client
         self._regions = gateway.regions
-        self._helpers = gateway.helpers
-        self._most_bytes = gateway.config.max_body_bytes
+        self._parsers = gateway.parsers
+        self._max_bytes = gateway.config.max_body_bytes
 
     async def infer(self, request: Request, caller: Caller, model: str) -> Reply:
         """Return what a model answers.
@@ -55,80 +55,80 @@ class Inference:
             RequestError: that is what comes of it.
         """
         connection = cast(Connection, request.protocol)
-        with self._service.seats.one(caller) as seat:
+        with self._daemon_client.admission.admit(caller) as seat:
             length = _header_length(request)
-            connection.reads(request.content)
+            connection.begin_body(request.content)
             # Memory that the workers see is kept for the next request: only tensors are worth it.
-            room = bytearray if length is None else partial(self._service.room, caller)
-            content = await body.read(request, seat, self._most_bytes, room, lead=length or 0)
-            connection.enter(Phase.ANSWER)
-            header, tensors = _cut(content, length)
-            asked = await self._read(caller, header, model, seat)
-            inputs = self._inputs(caller, asked, tensors, seat)
-            places = self._places(caller, asked)
+            allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
+            content = await body.read_body(request, seat, self._max_bytes, allocate, header_bytes=length or 0)
+            connection.set_phase(Phase.ANSWER)
+            header, binary = _split_body(content, length)
+            parsed = await self._read_json(caller, header, model, seat)
+            inputs = self._make_inputs(caller, parsed, binary, seat)
+            write_output = self._output_writer(caller, parsed)
             # The lists of values are many times as large as the tensors that they have become.
-            asked = dataclasses.replace(asked, inputs=())
-            answered = await self._service.infer(
+            parsed = dataclasses.replace(parsed, inputs=())
+            result = await self._daemon_client.infer(
                 caller,
-                Question(model, inputs, asked.wanted, asked.timeout, asked.priority, trace_of(request), asked.id),
+                Question(model, inputs, parsed.output_names, parsed.timeout, parsed.priority, traceparent_of(request), parsed.id),
             )
-            described = answer.describe(model, asked, answered, places)
-            pieces = described.content
-            text = await self._rendered(caller, described)
+            summary = answer.summarize(model, parsed, result, write_output)
+            buffers = summary.content
+            text = await self._render(caller, summary)
         # Whoever does not read keeps no more than there may be of all.
-        kept = self._service.seats.keep(caller, len(text) + sum(map(len, pieces)))
-        if not pieces:
-            return Reply([text], JSON, seat=kept)
-        return Reply([text, *pieces], BINARY, headers={HEADER_LENGTH: str(len(text))}, seat=kept)
+        permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
+        if not buffers:
+            return Reply([text], JSON, permit=permit)
+        return Reply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
 
-    async def _read(self, caller: Caller, header: memoryview, model: str, seat: Seat) -> Form:
+    async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Seat) -> Form:
         """Return what the JSON of a request says; a long one is parsed by a helper process."""
-        if len(header) <= HELPER_BYTES:
+        if len(header) <= PARSER_PROCESS_BYTES:
             return form.read(header, model)
         # The copy on its way.
-        seat.take(len(header))
-        return await self._helpers.run(caller, len(header), form.read_values, PickleBuffer(header), model)
+        permit.reserve(len(header))
+        return await self._parsers.run(caller, len(header), form.read_values, PickleBuffer(header), model)
 
-    async def _rendered(self, caller: Caller, described: answer.Description) -> bytes:
+    async def _render(self, caller: Caller, summary: answer.Description) -> bytes:
         """Return the JSON of an answer; many values are rendered by a helper process."""
-        if described.values <= HELPER_VALUES:
-            return answer.render(described.header)
-        nbytes = described.values * _RENDERED_BYTES
-        return await self._helpers.run(caller, nbytes, answer.render, described.header)
+        if summary.value_count <= PARSER_PROCESS_VALUES:
+            return answer.render(summary.header)
+        nbytes = summary.value_count * _RENDERED_VALUE_BYTES
+        return await self._parsers.run(caller, nbytes, answer.render, summary.header)
 
-    def _inputs(self, caller: Caller, asked: Form, tensors: memoryview, seat: Seat) -> dict[str, Array]:
-        cuts = form.cut(asked, tensors)
+    def _make_inputs(self, caller: Caller, parsed: Form, binary: memoryview, permit: Seat) -> dict[str, Array]:
+        parts = form.split_binary(parsed, binary)
         inputs: dict[str, Array] = {}
-        for each in asked.inputs:
+        for each in parsed.inputs:
             if each.nbytes is not None:
-                inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, cuts[each.name])
+                inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, parts[each.name])
             elif each.region is not None:
-                inputs[each.name] = self._shared(caller, each, each.region, seat)
+                inputs[each.name] = self._read_shared(caller, each, each.region, permit)
             else:
                 inputs[each.name] = form.array_of(each)
-                seat.take(each.size)
+                permit.reserve(each.expected_bytes)
         return inputs
 
-    def _shared(self, caller: Caller, each: InputForm, parameters: Any, seat: Seat) -> Array:
-        place = self._regions.place(caller, *_place(parameters))
-        if place.nbytes != each.size:
-            text = f"{each.name}: shared_memory_byte_size: expected {each.size}, for {each.datatype} {list(each.shape)}"
-            raise InvalidArgument(f"{text}, got {place.nbytes}")
-        seat.take(each.size)
-        content = memoryview(self._service.room(caller, each.size) if each.size else b"")
-        place.region.read(place.offset, content)
-        return arrays.from_bytes(each.name, each.datatype, each.shape, content)
+    def _read_shared(self, caller: Caller, input_json: InputForm, parameters: Any, permit: Seat) -> Array:
+        shm_slice = self._regions.resolve(caller, *_region_parameters(parameters))
+        if shm_slice.nbytes != input_json.expected_bytes:
+            text = f"{input_json.name}: shared_memory_byte_size: expected {input_json.expected_bytes}, for {input_json.datatype} {list(input_json.shape)}"
+            raise InvalidArgument(f"{text}, got {shm_slice.nbytes}")
+        permit.reserve(input_json.expected_bytes)
+        content = memoryview(self._daemon_client.allocate(caller, input_json.expected_bytes) if input_json.expected_bytes else b"")
+        shm_slice.region.read(shm_slice.offset, content)
+        return arrays.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
-    def _places(self, caller: Caller, asked: Form) -> answer.Placing:
+    def _output_writer(self, caller: Caller, parsed: Form) -> answer.WriteOutput:
         """Return what puts outputs where they are wanted; that there is room is known before it runs."""
-        places = {
-            each.name: self._regions.place(caller, *_place(each.region))
-            for each in asked.outputs or ()
+        slices = {
+            each.name: self._regions.resolve(caller, *_region_parameters(each.region))
+            for each in parsed.outputs or ()
             if each.region is not None
         }
 
         def put(how: OutputForm, content: memoryview) -> None:
-            place = places[how.name]
+            place = slices[how.name]
             if len(content) > place.nbytes:
                 text = f"output {how.name}: expected room for {len(content)} bytes in its region, got {place.nbytes}"
                 raise InvalidArgument(text)
@@ -137,7 +137,7 @@ class Inference:
         return put
 
 
-def _place(parameters: Any) -> tuple[object, object, object]:
+def _region_parameters(parameters: Any) -> tuple[object, object, object]:
     return (
         parameters["shared_memory_region"],
         parameters.get("shared_memory_offset", 0),
@@ -155,7 +155,7 @@ def _header_length(request: Request) -> int | None:
     return int(values[0])
 
 
-def _cut(content: memoryview, length: int | None) -> tuple[memoryview, memoryview]:
+def _split_body(content: memoryview, length: int | None) -> tuple[memoryview, memoryview]:
     if length is None:
         return content, content[:0]
     if length > len(content):

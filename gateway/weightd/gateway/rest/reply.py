@@ -17,11 +17,11 @@ JSON = "application/json"
 BINARY = "application/octet-stream"
 
 # Below it one copy costs less than another call of the kernel.
-_COPIED_BYTES = 64 * 1024
+_MAX_COPIED_BYTES = 64 * 1024
 
-_PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Client Closed Request"}
+_REASON_PHRASES = {each.value: each.phrase for each in HTTPStatus} | {499: "Client Closed Request"}
 
-Piece = bytes | memoryview
+Buffer = bytes | memoryview
 
 
 class Reply:
@@ -42,18 +42,18 @@ class Reply:
 
     def __init__(
         self,
-        content: Sequence[Piece],
+        content: Sequence[Buffer],
         kind: str = JSON,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
-        seat: Seat | None = None,
+        permit: Seat | None = None,
     ) -> None:
         self.content = content
         self.status = status
         self.keep_alive = True
         self.body_length = sum(map(len, content))
-        self.kind = kind
-        self._seat = seat
+        self.content_type = kind
+        self._permit = permit
         self.headers = dict(headers or {})
 
     async def prepare(self, request: web.BaseRequest) -> None:
@@ -62,9 +62,9 @@ class Reply:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the caller is gone")
         self.keep_alive = self.keep_alive and request.keep_alive
-        head = self._head(request)
+        head = self._header_bytes(request)
         content = () if request.method == "HEAD" else self.content
-        if self.body_length <= _COPIED_BYTES:
+        if self.body_length <= _MAX_COPIED_BYTES:
             transport.write(b"".join((head, *content)))
         else:
             transport.write(head)
@@ -79,13 +79,13 @@ class Reply:
     def release(self) -> None:
         """Nothing of it is kept any more."""
         self.content = ()
-        if self._seat is not None:
-            self._seat.leave()
+        if self._permit is not None:
+            self._permit.release()
 
-    def _head(self, request: web.BaseRequest) -> bytes:
+    def _header_bytes(self, request: web.BaseRequest) -> bytes:
         lines = [
-            f"HTTP/1.1 {self.status} {_PHRASES.get(self.status, '')}",
-            f"Content-Type: {self.kind}",
+            f"HTTP/1.1 {self.status} {_REASON_PHRASES.get(self.status, '')}",
+            f"Content-Type: {self.content_type}",
             f"Content-Length: {self.body_length}",
         ]
         lines += [f"{name}: {value}" for name, value in self.headers.items()]
@@ -96,20 +96,20 @@ class Reply:
         return "\r\n".join((*lines, "\r\n")).encode("latin-1")
 
 
-def as_json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
+def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
     """Return an answer in JSON."""
     return Reply([to_json(content).encode()], JSON, status, headers)
 
 
-def of_error(error: RequestError, headers: Mapping[str, str] | None = None) -> Reply:
+def error_reply(error: RequestError, headers: Mapping[str, str] | None = None) -> Reply:
     """Return the answer that an error is: always JSON, for Triton's client reads no other."""
-    after = retry_after(error)
-    more = dict(headers or {})
-    if after is not None:
-        more["Retry-After"] = str(after)
+    retry_after_s = retry_after(error)
+    all_headers = dict(headers or {})
+    if retry_after_s is not None:
+        all_headers["Retry-After"] = str(retry_after_s)
     if isinstance(error, Unauthenticated):
-        more["WWW-Authenticate"] = "Bearer"
-    return as_json({"error": str(error)}, status_of(error).http, more)
+        all_headers["WWW-Authenticate"] = "Bearer"
+    return json_reply({"error": str(error)}, status_of(error).http, all_headers)
 
 
 class Refused(Exception):
@@ -128,6 +128,6 @@ class Refused(Exception):
 
     def reply(self) -> Reply:
         """Return the answer; what came late may still come, where the next request is expected."""
-        reply = as_json({"error": str(self)}, self._status, self._headers)
+        reply = json_reply({"error": str(self)}, self._status, self._headers)
         reply.keep_alive = self._status != HTTPStatus.REQUEST_TIMEOUT
         return reply

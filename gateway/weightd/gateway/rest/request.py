@@ -42,11 +42,11 @@ class Connection(Protocol):
     uid: int | None
     common_name: str | None
 
-    def enter(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Something else is waited for from now on."""
         ...
 
-    def reads(self, body: Content) -> None:
+    def begin_body(self, body: Content) -> None:
         """The body is read."""
         ...
 

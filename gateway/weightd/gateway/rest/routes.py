@@ -34,10 +34,10 @@ class Verb(enum.Enum):
     CUDA_UNREGISTER = enum.auto()
     TRACE = enum.auto()
     LOGGING = enum.auto()
-    SET = enum.auto()
+    CHANGE_SETTING = enum.auto()
     METRICS = enum.auto()
     PAGE = enum.auto()
-    NUMBERS = enum.auto()
+    STATUS_JSON = enum.auto()
 
 
 class Route(NamedTuple):
@@ -47,7 +47,7 @@ class Route(NamedTuple):
     name: str = ""
 
 
-def route(path: str) -> Route:
+def parse_route(path: str) -> Route:
     """Return what a path is, which is as it was sent, without a query.
 
     Raises:
@@ -58,42 +58,42 @@ def route(path: str) -> Route:
         segments = [unquote(each) for each in segments]
     match segments:
         case ["v2", "models", name, *rest]:
-            return _of_model(name, rest)
+            return _model_route(name, rest)
         case ["v2", *rest]:
-            return _of_server(rest)
+            return _server_route(rest)
         case ["metrics"]:
             return Route({"GET": Verb.METRICS})
         case ["status.json"]:
-            return Route({"GET": Verb.NUMBERS})
+            return Route({"GET": Verb.STATUS_JSON})
         case [file] if f"/{file}" in FILES:
             return Route({"GET": Verb.PAGE}, f"/{file}")
         case _:
-            raise _nothing(segments)
+            raise _not_found(segments)
 
 
-_OF_SERVER: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
+_SERVER_ROUTES: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
     (): {"GET": Verb.SERVER},
     ("health", "live"): {"GET": Verb.LIVE},
     ("health", "ready"): {"GET": Verb.READY},
     ("repository", "index"): {"POST": Verb.INDEX},
-    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.SET},
-    ("logging",): {"GET": Verb.LOGGING, "POST": Verb.SET},
+    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.CHANGE_SETTING},
+    ("logging",): {"GET": Verb.LOGGING, "POST": Verb.CHANGE_SETTING},
     ("systemsharedmemory", "status"): {"GET": Verb.REGIONS},
     ("systemsharedmemory", "unregister"): {"POST": Verb.UNREGISTER},
     ("cudasharedmemory", "status"): {"GET": Verb.CUDA_REGIONS},
     ("cudasharedmemory", "unregister"): {"POST": Verb.CUDA_UNREGISTER},
 }
 
-_OF_MODEL: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
+_MODEL_ROUTES: Mapping[tuple[str, ...], Mapping[str, Verb]] = {
     (): {"GET": Verb.MODEL},
     ("ready",): {"GET": Verb.MODEL_READY},
     ("config",): {"GET": Verb.CONFIG},
     ("stats",): {"GET": Verb.STATISTICS},
     ("infer",): {"POST": Verb.INFER},
-    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.SET},
+    ("trace", "setting"): {"GET": Verb.TRACE, "POST": Verb.CHANGE_SETTING},
 }
 
-_OF_REGION: Mapping[tuple[str, str], Mapping[str, Verb]] = {
+_REGION_ROUTES: Mapping[tuple[str, str], Mapping[str, Verb]] = {
     ("systemsharedmemory", "status"): {"GET": Verb.REGIONS},
     ("systemsharedmemory", "register"): {"POST": Verb.REGISTER},
     ("systemsharedmemory", "unregister"): {"POST": Verb.UNREGISTER},
@@ -103,20 +103,20 @@ _OF_REGION: Mapping[tuple[str, str], Mapping[str, Verb]] = {
 }
 
 
-def _of_server(rest: list[str]) -> Route:
-    methods = _OF_SERVER.get(tuple(rest))
+def _server_route(rest: list[str]) -> Route:
+    methods = _SERVER_ROUTES.get(tuple(rest))
     if methods is not None:
         return Route(methods)
     match rest:
         case ["repository", "models", name, "load" | "unload"]:
             return Route({"POST": Verb.LOAD}, name)
-        case [kind, "region", name, act] if name and (kind, act) in _OF_REGION:
-            return Route(_OF_REGION[kind, act], name)
+        case [kind, "region", name, act] if name and (kind, act) in _REGION_ROUTES:
+            return Route(_REGION_ROUTES[kind, act], name)
         case _:
-            raise _nothing(["v2", *rest])
+            raise _not_found(["v2", *rest])
 
 
-def _of_model(name: str, rest: list[str]) -> Route:
+def _model_route(name: str, rest: list[str]) -> Route:
     # As Triton has it: no model can be asked about by this name.
     if name == "stats" and not rest:
         return Route({"GET": Verb.STATISTICS})
@@ -124,11 +124,11 @@ def _of_model(name: str, rest: list[str]) -> Route:
         if rest[1] != VERSION:
             raise NotFound(f"no version {label(rest[1])} of model {label(name)}: each has version {VERSION} alone")
         rest = rest[2:]
-    methods = _OF_MODEL.get(tuple(rest))
+    methods = _MODEL_ROUTES.get(tuple(rest))
     if methods is None or not name:
-        raise _nothing(["v2", "models", name, *rest])
+        raise _not_found(["v2", "models", name, *rest])
     return Route(methods, name)
 
 
-def _nothing(segments: list[str]) -> NotFound:
+def _not_found(segments: list[str]) -> NotFound:
     return NotFound(f"there is nothing at /{label('/'.join(segments))}")

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from weightd.gateway.callers import Caller, Identities, bearer
-from weightd.gateway.codes import TooLarge, status_of, told
+from weightd.gateway.callers import Caller, Identities, parse_bearer
+from weightd.gateway.codes import TooLarge, status_of, to_request_error
 from weightd.gateway.logs import log_failure
-from weightd.gateway.rpc.errors import ending
+from weightd.gateway.rpc.errors import rpc_status
 from weightd.gateway.seats import Seat, Seats
 from weightd.gateway.shares import Shares
-from weightd.gateway.traces import TRACEPARENT, trace
+from weightd.gateway.traces import TRACEPARENT, valid_traceparent
 from weightd.protocol.errors import (
     DeadlineExceeded,
     Internal,
@@ -42,31 +42,31 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
 
 # An answer that is shorter is gone at once, and else no great loss: there are no more of them than calls.
-LEAST_KEPT = 64 * 1024
+MIN_RESERVED_BYTES = 64 * 1024
 
 # Of HTTP: from here on it is not the caller who has erred.
 _SERVER_ERROR = 500
 
 # Between two lines of the log about errors of one code to one caller: who asks again and again fills no log.
-_QUIET_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # Of what is no tensor: names, and parameters of a region. gRPC's library would take as much as of a tensor, and make
 # a hundred times as much of it.
-MOST_ASKED_BYTES = 64 * 1024
+MAX_SMALL_MESSAGE_BYTES = 64 * 1024
 
 # Who has sent no whole message by then may be sending the longest one.
-PROMPT_S = 1.0
+RECEIVE_GRACE_S = 1.0
 
 # A timer that runs so late shows that this process did not run.
 _OVERSLEPT_S = 0.5
 
 # Calls of whoever asks, without a token. None of them has a seat of those who have one.
-MOST_PROBES = 64
+MAX_PROBES = 64
 
 # Calls beyond those under way whose answer is with gRPC's library, until it is sent.
-UNSENT_CALLS = 256
+MAX_UNSENT_CALLS = 256
 
-PROBE = Caller(None, "probe")
+PROBE_CALLER = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -130,63 +130,63 @@ class Calls:
 
     def __init__(
         self,
-        identities: Callable[[], Identities],
+        authenticator: Callable[[], Identities],
         seats: Seats,
         most_bytes: int,
-        patience: float,
+        receive_timeout_s: float,
         connections: Connections,
     ) -> None:
-        self._identities = identities
-        self.most_bytes = most_bytes
-        self._patience = patience
+        self._authenticator = authenticator
+        self.max_bytes = most_bytes
+        self._receive_timeout_s = receive_timeout_s
         self._connections = connections
-        self._seldom = Seldom(_QUIET_S)
-        self._probes = Seats(MOST_PROBES, MOST_PROBES * most_bytes)
-        self._unsent_probes = Shares(MOST_PROBES)
-        self._unsent = Shares(seats.most + UNSENT_CALLS)
-        self.seats = seats
+        self._error_log = Seldom(_LOG_INTERVAL_S)
+        self._probe_admission = Seats(MAX_PROBES, MAX_PROBES * most_bytes)
+        self._unsent_probe_limit = Shares(MAX_PROBES)
+        self._unsent_limit = Shares(seats.max_requests + MAX_UNSENT_CALLS)
+        self.admission = seats
 
-    def single(
-        self, name: str, parse: Parse, method: Method, *, most: int = MOST_ASKED_BYTES, is_open: bool = False
+    def unary_handler(
+        self, name: str, parse: Parse, method: Method, *, max_bytes: int = MAX_SMALL_MESSAGE_BYTES, is_unauthenticated: bool = False
     ) -> Handler:
         """Return what answers one message, of so many bytes at most, with one; `is_open`: whoever asks."""
 
         async def handle(messages: object, context: Context) -> bytes:
             begun, call = time.monotonic(), None
             try:
-                with self.seated(context, is_open=is_open) as call:
-                    if is_open:
-                        _until_ended(context, self._unsent_probes, self.stranger(context))
+                with self.admit(context, is_open=is_unauthenticated) as call:
+                    if is_unauthenticated:
+                        _hold_until_done(context, self._unsent_probe_limit, self.anonymous_caller(context))
                     else:
-                        _until_ended(context, self._unsent, call.caller)
-                    message = await self._received(context, call.seat, most, is_open=is_open)
-                    answer = await method(call, parsed(message, parse))
-                if len(answer) >= LEAST_KEPT:
-                    _until_sent(context, self.seats.keep(None if is_open else call.caller, len(answer)))
+                        _hold_until_done(context, self._unsent_limit, call.caller)
+                    message = await self._receive(context, call.seat, max_bytes, is_unauthenticated=is_unauthenticated)
+                    answer = await method(call, parse_message(message, parse))
+                if len(answer) >= MIN_RESERVED_BYTES:
+                    _release_when_done(context, self.admission.reserve_response(None if is_unauthenticated else call.caller, len(answer)))
             except WeightdError as error:
-                self.note(name, call, begun, told(error))
+                self.log_call(name, call, begun, to_request_error(error))
                 raise
-            self.note(name, call, begun)
+            self.log_call(name, call, begun)
             return answer
 
-        return grpc.stream_unary_rpc_method_handler(guarded(handle))
+        return grpc.stream_unary_rpc_method_handler(report_errors(handle))
 
-    async def probed(self, context: Context, parse: Parse) -> Any:
+    async def receive_probe(self, context: Context, parse: Parse) -> Any:
         """Return the message of whoever asks.
 
         Raises:
             ResourceExhausted: there are as many who ask as there may be.
             RequestError: there is none, or it is not what it should be.
         """
-        with self._probes.one(self.stranger(context)) as seat:
-            return parsed(await self._received(context, seat, MOST_ASKED_BYTES, is_open=True), parse)
+        with self._probe_admission.admit(self.anonymous_caller(context)) as seat:
+            return parse_message(await self._receive(context, seat, MAX_SMALL_MESSAGE_BYTES, is_unauthenticated=True), parse)
 
-    def stranger(self, context: Context) -> Caller:
+    def anonymous_caller(self, context: Context) -> Caller:
         """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
         return Caller(None, self._connections.peer(context.peer()).key)
 
     @contextmanager
-    def seated(self, context: Context, *, is_open: bool = False) -> Generator[Call, None, None]:
+    def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[Call, None, None]:
         """Have a call of somebody who may make one, and has a seat within the block; `is_open`: of whoever asks.
 
         Raises:
@@ -195,35 +195,35 @@ class Calls:
         """
         token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
-            if key == "authorization" and not is_open:
+            if key == "authorization" and not is_unauthenticated:
                 if token is not None:
                     raise Unauthenticated("expected one authorization")
-                token = bearer(str(value))
-            elif key == TRACEPARENT and (parent := trace(str(value))):
+                token = parse_bearer(str(value))
+            elif key == TRACEPARENT and (parent := valid_traceparent(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
         peer = self._connections.peer(context.peer())
-        caller = PROBE if is_open else self._identities().of(token=token, common_name=peer.common_name)
-        with self._probes.one(self.stranger(context)) if is_open else self.seats.one(caller) as seat:
+        caller = PROBE_CALLER if is_unauthenticated else self._authenticator().authenticate(token=token, common_name=peer.common_name)
+        with self._probe_admission.admit(self.anonymous_caller(context)) if is_unauthenticated else self.admission.admit(caller) as seat:
             yield Call(caller, seat, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:
         """Let the connection of a call send long messages within a block."""
         return self._connections.receiving(context.peer())
 
-    def note(self, name: str, call: Call | None, begun: float, error: RequestError | None = None) -> None:
+    def log_call(self, name: str, call: Call | None, started_at: float, error: RequestError | None = None) -> None:
         """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
-        caller, trace = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
+        caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
-            untold = self._seldom.record(f"{caller} {error.code}", now)
-            if untold is not None:
-                level, more = logging.WARNING, f", and {untold} more since the last line of this" if untold else ""
+            suppressed_count = self._error_log.record(f"{caller} {error.code}", now)
+            if suppressed_count is not None:
+                level, more = logging.WARNING, f", and {suppressed_count} more since the last line of this" if suppressed_count else ""
         if _log.isEnabledFor(level):
-            came_of_it = "OK" if error is None else f"{error.code}: {error}"
-            what = f"{name} for {caller}: {came_of_it} in {1000 * (now - begun):.1f} ms"
-            _log.log(level, "%s%s%s", what, f", traceparent {trace}" if trace else "", more)
+            outcome = "OK" if error is None else f"{error.code}: {error}"
+            what = f"{name} for {caller}: {outcome} in {1000 * (now - started_at):.1f} ms"
+            _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
-    async def _received(self, context: Context, seat: Seat, most: int, *, is_open: bool) -> bytes:
+    async def _receive(self, context: Context, permit: Seat, max_bytes: int, *, is_unauthenticated: bool) -> bytes:
         """Return the message, which the seat has from then on.
 
         gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
@@ -237,35 +237,35 @@ class Calls:
             ResourceExhausted: there is no room for it.
         """
 
-        def slow() -> None:
+        def on_slow() -> None:
             if self._connections.is_full(context.peer()):
-                raise TooLarge(f"expected a message of at most {most} bytes, got more")
-            if is_open:
-                _is_late(PROMPT_S)
-            seat.take(self.most_bytes)
+                raise TooLarge(f"expected a message of at most {max_bytes} bytes, got more")
+            if is_unauthenticated:
+                _raise_deadline_exceeded(RECEIVE_GRACE_S)
+            permit.reserve(self.max_bytes)
 
-        expected = self.receiving(context) if most > MOST_ASKED_BYTES else nullcontext()
-        with expected, _after(PROMPT_S, slow), within(self._patience, " (receive_timeout)"):
+        expected = self.receiving(context) if max_bytes > MAX_SMALL_MESSAGE_BYTES else nullcontext()
+        with expected, _call_after(RECEIVE_GRACE_S, on_slow), receive_deadline(self._receive_timeout_s, " (receive_timeout)"):
             message = await context.read()
         if message is grpc.aio.EOF:
             raise InvalidArgument("the call has no message")
-        check_length(message, most)
-        seat.leave()
-        seat.take(len(message))
+        check_length(message, max_bytes)
+        permit.release()
+        permit.reserve(len(message))
         return cast(bytes, message)
 
 
-def check_length(message: Sized, most: int = MOST_ASKED_BYTES) -> None:
+def check_length(message: Sized, max_bytes: int = MAX_SMALL_MESSAGE_BYTES) -> None:
     """Look at how long a message is.
 
     Raises:
         TooLarge: it is longer than such a message may be.
     """
-    if len(message) > most:
-        raise TooLarge(f"expected a message of at most {most} bytes, got {len(message)}")
+    if len(message) > max_bytes:
+        raise TooLarge(f"expected a message of at most {max_bytes} bytes, got {len(message)}")
 
 
-def parsed(message: bytes, parse: Parse) -> Any:
+def parse_message(message: bytes, parse: Parse) -> Any:
     """Return what the bytes of a message say.
 
     Raises:
@@ -277,7 +277,7 @@ def parsed(message: bytes, parse: Parse) -> Any:
         raise InvalidArgument("the message is not the protobuf that it should be") from None
 
 
-def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
+def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
     """Return the same handler, whose errors are told to the caller: but those that nobody has foreseen, to the log."""
 
     async def call(messages: Any, context: Context) -> T:
@@ -286,53 +286,53 @@ def guarded(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Co
         except grpc.aio.BaseError:
             raise  # gRPC's own, about a call that has ended
         except WeightdError as error:
-            await _refuse(context, error)
+            await _abort(context, error)
         except Exception as error:  # noqa: BLE001 - gRPC would tell the caller all of it
             log_failure(_log, "a call failed", error)
-            await _refuse(context, Internal("the gateway has failed; its log tells how"))
+            await _abort(context, Internal("the gateway has failed; its log tells how"))
 
     return call
 
 
-async def _refuse(context: Context, error: WeightdError) -> NoReturn:
+async def _abort(context: Context, error: WeightdError) -> NoReturn:
     """End a call in an error."""
     if isinstance(error, Unimplemented):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
-    code, text, metadata = ending(told(error))
+    code, text, metadata = rpc_status(to_request_error(error))
     await context.abort(_CODES[code], text, (*context.trailing_metadata(), *metadata))
 
 
 @contextmanager
-def within(seconds: float, why: str = "") -> Generator[None, None, None]:
+def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, None, None]:
     """Have a message come in so many seconds, in the block.
 
     Raises:
         DeadlineExceeded: it does not; `why` says who has set the bound.
     """
-    with _after(seconds, partial(_is_late, seconds, why)):
+    with _call_after(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
         yield
 
 
 @contextmanager
-def _after(seconds: float, do: Callable[[], None]) -> Generator[None, None, None]:
+def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[None, None, None]:
     """Do something if the block takes longer; where that is an error, the block ends in it."""
     task, loop = cast("asyncio.Task[Any]", asyncio.current_task()), asyncio.get_running_loop()
     error: RequestError | None = None
     timer: asyncio.TimerHandle
 
-    def late() -> None:
+    def on_timer() -> None:
         nonlocal error, timer
         if loop.time() > timer.when() + _OVERSLEPT_S:
             # This process was stopped: what has come meanwhile has not been read yet.
-            timer = loop.call_later(seconds, late)
+            timer = loop.call_later(seconds, on_timer)
             return
         try:
-            do()
+            on_timeout()
         except RequestError as raised:
             error = raised
             task.cancel()
 
-    timer = loop.call_later(seconds, late)
+    timer = loop.call_later(seconds, on_timer)
     try:
         yield
     except asyncio.CancelledError:
@@ -343,11 +343,11 @@ def _after(seconds: float, do: Callable[[], None]) -> Generator[None, None, None
         timer.cancel()
 
 
-def _is_late(seconds: float, why: str = "") -> None:
-    raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{why}")
+def _raise_deadline_exceeded(seconds: float, setting: str = "") -> None:
+    raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{setting}")
 
 
-def _until_ended(context: Any, shares: Shares, caller: Caller) -> None:
+def _hold_until_done(context: Any, limit: Shares, caller: Caller) -> None:
     """Have a place until the call has ended.
 
     Its handler has long before, where nobody reads the answer, which gRPC's library lets nobody take back: of such
@@ -356,19 +356,19 @@ def _until_ended(context: Any, shares: Shares, caller: Caller) -> None:
     Raises:
         ResourceExhausted: there is none for the caller; that is told without an answer that has to be read.
     """
-    if not shares.take(caller):
+    if not limit.take(caller):
         raise ResourceExhausted("the caller has its share of calls at this gateway whose answers are not read")
 
-    def give(_: object) -> None:
-        shares.give(caller)
+    def release(_: object) -> None:
+        limit.release(caller)
 
-    context.add_done_callback(give)
+    context.add_done_callback(release)
 
 
-def _until_sent(context: Any, seat: Seat) -> None:
+def _release_when_done(context: Any, permit: Seat) -> None:
     """Keep a seat until the call has ended, in whatever way."""
 
-    def leave(_: object) -> None:
-        seat.leave()
+    def release(_: object) -> None:
+        permit.release()
 
-    context.add_done_callback(leave)
+    context.add_done_callback(release)

@@ -12,10 +12,10 @@ _RAW_INPUT_CONTENTS = 7 << 3 | 2
 _VARINT, _BYTES = 0, 2
 
 # As many as any request has: one for each tensor of three kinds, and parameters.
-MOST_FIELDS = 512
+MAX_FIELDS = 512
 
 # Of a length: more than a message has.
-_MOST_VARINT_BYTES = 5
+_MAX_VARINT_BYTES = 5
 
 
 class Cut(NamedTuple):
@@ -32,16 +32,16 @@ class Cut(NamedTuple):
     contents: tuple[memoryview, ...] = ()
 
 
-def cut(message: bytes) -> Cut:
+def fast_parse(message: bytes) -> Cut:
     """Return the message in pieces. One that is unusual is its own header, with all that is in it."""
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
-    for _ in range(MOST_FIELDS):
+    for _ in range(MAX_FIELDS):
         if position == end:
             return Cut(bytes(header), request_id, tuple(contents))
         tag = message[position]
-        value, begin = _varint(message, position + 1)
+        value, begin = _read_varint(message, position + 1)
         # A tag of two bytes is of a field that nobody knows here.
         if begin == 0 or tag > 0x7F or tag & 7 not in (_VARINT, _BYTES):
             break
@@ -60,10 +60,10 @@ def cut(message: bytes) -> Cut:
     return Cut(message)
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
     """Return the number that is there, and where it ends; 0 where there is none."""
     value = 0
-    for shift, byte in enumerate(message[position : position + _MOST_VARINT_BYTES]):
+    for shift, byte in enumerate(message[position : position + _MAX_VARINT_BYTES]):
         value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
             return value, position + shift + 1

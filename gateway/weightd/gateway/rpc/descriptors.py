@@ -41,7 +41,7 @@ class Messages:
     """
 
     def __init__(self, table: Table) -> None:
-        self.file = file_of(table)
+        self.file = file_descriptor(table)
         pool = DescriptorPool()
         pool.Add(self.file)
         self._classes: dict[str, Any] = {
@@ -57,27 +57,27 @@ class Messages:
         return self._classes[name]
 
 
-def file_of(table: Table) -> FileDescriptorProto:
+def file_descriptor(table: Table) -> FileDescriptorProto:
     """Return what a table says, as protobuf has it."""
     file = FileDescriptorProto(name=table.file, package=table.package, syntax="proto3")
-    made: dict[str, DescriptorProto] = {}
+    by_name: dict[str, DescriptorProto] = {}
     for name, fields in table.messages.items():
         outer, _, own = name.rpartition(".")
-        message = made[outer].nested_type.add(name=own) if outer else file.message_type.add(name=own)
-        made[name] = message
+        message = by_name[outer].nested_type.add(name=own) if outer else file.message_type.add(name=own)
+        by_name[name] = message
         for each in filter(None, fields.split(", ")):
             _add_field(table, name, message, *each.split(" "))
     for name, values in table.enums.items():
         outer, _, own = name.rpartition(".")
-        _name_values(made[outer].enum_type.add(name=own) if outer else file.enum_type.add(name=own), values)
+        _add_enum_values(by_name[outer].enum_type.add(name=own) if outer else file.enum_type.add(name=own), values)
     for name, methods in table.services.items():
         service = file.service.add(name=name)
         for method, types in methods.items():
             request, answer = types.split(" ")
             service.method.add(
                 name=method,
-                input_type=_full(table, request.rstrip("*")),
-                output_type=_full(table, answer.rstrip("*")),
+                input_type=_full_name(table, request.rstrip("*")),
+                output_type=_full_name(table, answer.rstrip("*")),
                 client_streaming=request.endswith("*"),
                 server_streaming=answer.endswith("*"),
             )
@@ -96,7 +96,7 @@ def _add_field(table: Table, owner: str, message: DescriptorProto, number: str, 
         _add_field(table, "", pair, "1", "key", "string")
         _add_field(table, "", pair, "2", "value", kind.strip("{}"))
         field.type = FieldDescriptorProto.TYPE_MESSAGE
-        field.type_name = _full(table, f"{owner}.{entry}")
+        field.type_name = _full_name(table, f"{owner}.{entry}")
         return
     _set_type(table, field, kind.rstrip("*"))
     if choice:
@@ -112,13 +112,13 @@ def _set_type(table: Table, field: FieldDescriptorProto, kind: str) -> None:
         field.type = _SCALARS[kind]
         return
     field.type = FieldDescriptorProto.TYPE_ENUM if kind in table.enums else FieldDescriptorProto.TYPE_MESSAGE
-    field.type_name = _full(table, kind)
+    field.type_name = _full_name(table, kind)
 
 
-def _name_values(enum: EnumDescriptorProto, values: str) -> None:
+def _add_enum_values(enum: EnumDescriptorProto, values: str) -> None:
     for number, name in enumerate(values.split(" ")):
         enum.value.add(name=name, number=number)
 
 
-def _full(table: Table, name: str) -> str:
+def _full_name(table: Table, name: str) -> str:
     return f".{table.package}.{name}"

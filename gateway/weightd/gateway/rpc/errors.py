@@ -12,7 +12,7 @@ from weightd.protocol.errors import RequestError
 # byte may take three in the one, and four thirds in the other.
 MAX_TEXT_BYTES = 1500
 
-_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
+_RETRY_INFO_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
 
 
 class Ending(NamedTuple):
@@ -29,7 +29,7 @@ class Ending(NamedTuple):
     metadata: tuple[tuple[str, str | bytes], ...]
 
 
-def ending(error: RequestError) -> Ending:
+def rpc_status(error: RequestError) -> Ending:
     """Return how a call ends in this error.
 
     Where it helps to wait, two say so: `grpc-retry-pushback-ms`, which gRPC's own retries obey, and a
@@ -42,6 +42,6 @@ def ending(error: RequestError) -> Ending:
     milliseconds = max(1, round(error.retry_after * 1000))
     seconds, rest = divmod(milliseconds, 1000)
     delay = STATUS["Duration"](seconds=seconds, nanos=rest * 1_000_000)
-    retry = STATUS["Any"](type_url=_TYPE, value=STATUS["RetryInfo"](retry_delay=delay).SerializeToString())
+    retry = STATUS["Any"](type_url=_RETRY_INFO_TYPE, value=STATUS["RetryInfo"](retry_delay=delay).SerializeToString())
     details = STATUS["Status"](code=code, message=text, details=[retry]).SerializeToString()
     return Ending(code, text, (("grpc-retry-pushback-ms", str(milliseconds)), ("grpc-status-details-bin", details)))

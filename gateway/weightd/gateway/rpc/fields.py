@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from weightd.gateway.codes import TooLarge
 
-MOST_FIELDS = 2048
+MAX_FIELDS = 2048
 """Fields of a message and of all messages inside it.
 
 A request of 64 inputs and 64 outputs in shared memory has some 1,930. Packed values count as one field. The check of
@@ -22,7 +22,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZE = {_FIXED64: 8, _FIXED32: 4}
 
 # protobuf accepts no longer ones.
-_MOST_VARINT_BYTES = 10
+_MAX_VARINT_BYTES = 10
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def layout_of(descriptor: Any) -> Layout:
     )
 
 
-def parser(message_class: Any) -> Callable[[bytes], Any]:
+def checked_parser(message_class: Any) -> Callable[[bytes], Any]:
     """Return a function that checks the number of fields in the bytes of a message and then parses them.
 
     The function raises `TooLarge` for too many fields, and `DecodeError` for bytes that are not such a message.
@@ -55,11 +55,11 @@ def parser(message_class: Any) -> Callable[[bytes], Any]:
 
 
 def _parse(message_class: Any, layout: Layout, message: bytes) -> Any:
-    check(message, layout)
+    check_fields(message, layout)
     return message_class.FromString(message)
 
 
-def check(message: bytes, layout: Layout, most: int = MOST_FIELDS) -> None:
+def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -> None:
     """Check the number of fields in a message and in all messages inside it.
 
     The check ends at the first field beyond the bound, so that its own cost is bounded, too.
@@ -69,46 +69,46 @@ def check(message: bytes, layout: Layout, most: int = MOST_FIELDS) -> None:
         DecodeError: the bytes are not a message, or contain groups, which proto3 does not have.
     """
     count = 0
-    parts = [_Part("", layout, 0, len(message))]
-    while parts:
-        path, inner, position, end = parts.pop()
+    ranges = [_Part("", layout, 0, len(message))]
+    while ranges:
+        path, inner, position, end = ranges.pop()
         while position < end:
             # Most tags and lengths have one byte, for which no call is needed.
             tag = message[position]
             position += 1
             if tag > 0x7F:
-                tag, position = _varint(message, position - 1, end)
+                tag, position = _read_varint(message, position - 1, end)
             count += 1
-            if count > most:
-                name = _path(path, inner, tag >> 3) or "the message"
-                text = f"expected at most {most} fields in a message with all messages inside it, got {count} or more"
+            if count > max_fields:
+                name = _field_path(path, inner, tag >> 3) or "the message"
+                text = f"expected at most {max_fields} fields in a message with all messages inside it, got {count} or more"
                 raise TooLarge(f"{name}: {text}")
             kind = tag & 7
             if kind == _BYTES:
                 size = message[position] if position < end else 0x80
                 begin = position + 1
                 if size > 0x7F:
-                    size, begin = _varint(message, position, end)
+                    size, begin = _read_varint(message, position, end)
                 position = begin + size
                 found = inner.nested.get(tag >> 3)
                 if found is not None and position <= end:
-                    parts.append(_Part(_path(path, inner, tag >> 3), found[1], begin, position))
+                    ranges.append(_Part(_field_path(path, inner, tag >> 3), found[1], begin, position))
             else:
-                position = _end_of_number(kind, message, position, end)
+                position = _skip_number(kind, message, position, end)
         if position > end:
             raise DecodeError("a field is longer than its message")
 
 
-def _end_of_number(kind: int, message: bytes, position: int, end: int) -> int:
+def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
     """Return the position behind a number, for the wire type of a field."""
     if kind == _VARINT:
-        return _varint(message, position, end)[1]
+        return _read_varint(message, position, end)[1]
     if kind in _FIXED_SIZE:
         return position + _FIXED_SIZE[kind]
     raise DecodeError("groups are not supported")
 
 
-def _path(path: str, layout: Layout, number: int) -> str:
+def _field_path(path: str, layout: Layout, number: int) -> str:
     """Return the path of a field that is a message, and of the message around any other field."""
     if number not in layout.nested:
         return path
@@ -116,10 +116,10 @@ def _path(path: str, layout: Layout, number: int) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _varint(message: bytes, position: int, end: int) -> tuple[int, int]:
+def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
     """Return the number at a position, and the position behind it."""
     value = 0
-    for index in range(position, min(end, position + _MOST_VARINT_BYTES)):
+    for index in range(position, min(end, position + _MAX_VARINT_BYTES)):
         byte = message[index]
         value |= (byte & 0x7F) << 7 * (index - position)
         if byte < 0x80:

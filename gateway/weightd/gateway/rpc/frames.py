@@ -30,31 +30,31 @@ _END_STREAM = 0x1
 _HEAD = struct.Struct(">3sBBI")
 
 # Frames that are read before the first of them is looked at.
-MOST_AT_ONCE = 64
+MAX_HEADS_AT_ONCE = 64
 _ENHANCE_YOUR_CALM = 0xB
 
-MOST_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 64 * 1024
 """Compressed bytes of the headers of one call. gRPC's library limits what they become."""
 
-MOST_CONTINUATIONS = 16
+MAX_CONTINUATIONS = 16
 """CONTINUATION frames of the headers of one call."""
 
-MOST_CONTROL_BYTES = 16 * 1024
+MAX_CONTROL_BYTES = 16 * 1024
 """Bytes of one frame that is neither DATA nor part of headers: HTTP/2 asks for as many."""
 
-BURST = 256.0
+BURST_TOKENS = 256.0
 """Control frames that a connection may send at once."""
 
-RATE = 64.0
+TOKENS_PER_S = 64.0
 """Control frames a second, on average."""
 
-FOR_CALL = 8.0
+TOKENS_PER_CALL = 8.0
 """Further control frames for each call."""
 
-FOR_BYTE = 1 / 2048
+TOKENS_PER_BYTE = 1 / 2048
 """Further control frames for each byte of messages in either direction: a receiver acknowledges them."""
 
-LEAST_DATA_BYTES = 256
+MIN_DATA_BYTES = 256
 """A DATA frame with fewer bytes than this counts as a control frame, beside one of each call."""
 
 
@@ -81,7 +81,7 @@ class Heads:
         self._payload_left = 0
 
     @property
-    def is_between(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether the next byte begins a frame."""
         return not self._head and not self._payload_left
 
@@ -95,7 +95,7 @@ class Heads:
             # Most often the bytes are whole frames.
             found: list[tuple[int, int, int, int]] = []
             position += self._payload_left
-            while position + HEAD_BYTES <= end and len(found) < MOST_AT_ONCE:
+            while position + HEAD_BYTES <= end and len(found) < MAX_HEADS_AT_ONCE:
                 size, kind, flags, stream = _HEAD.unpack_from(data, position)
                 length = size[0] << 16 | size[1] << 8 | size[2]
                 found.append((kind, flags, length, stream))
@@ -103,10 +103,10 @@ class Heads:
             self._payload_left = max(0, position - end)
             if position >= end:
                 return found
-            return itertools.chain(found, self._rest(data, position))
-        return self._rest(data, position)
+            return itertools.chain(found, self._feed_stepwise(data, position))
+        return self._feed_stepwise(data, position)
 
-    def _rest(self, data: bytes, position: int) -> Iterator[tuple[int, int, int, int]]:
+    def _feed_stepwise(self, data: bytes, position: int) -> Iterator[tuple[int, int, int, int]]:
         end = len(data)
         while position < end:
             if self._payload_left:
@@ -137,14 +137,14 @@ class Frames:
         self._unanswered_bytes = 0
         self._heads = Heads()
         self._preface_left = len(PREFACE)
-        self._tokens = BURST
-        self._at = now
+        self._tokens = BURST_TOKENS
+        self._updated_at = now
         self._header_bytes = 0
         self._continuations = 0
         self._in_headers = False
 
     @property
-    def has_begun(self) -> bool:
+    def has_preface(self) -> bool:
         """Whether the client has sent the whole preface of HTTP/2."""
         return not self._preface_left
 
@@ -170,9 +170,9 @@ class Frames:
     def _ended(self, stream: int) -> None:
         self._unanswered_bytes -= self._calls.pop(stream, 0)
 
-    def passed_back(self, nbytes: int) -> None:
+    def count_sent(self, nbytes: int) -> None:
         """Count bytes that were sent to the client."""
-        self._tokens += nbytes * FOR_BYTE
+        self._tokens += nbytes * TOKENS_PER_BYTE
 
     def feed(self, data: bytes, now: float) -> int:
         """Count the frames in what the client has sent; return how many calls begin in it.
@@ -180,8 +180,8 @@ class Frames:
         Raises:
             LimitExceeded: the connection has to be closed, and nothing of `data` may be used.
         """
-        self._tokens = min(BURST, self._tokens + (now - self._at) * RATE)
-        self._at = now
+        self._tokens = min(BURST_TOKENS, self._tokens + (now - self._updated_at) * TOKENS_PER_S)
+        self._updated_at = now
         position = 0
         if self._preface_left:
             position = min(self._preface_left, len(data))
@@ -204,29 +204,29 @@ class Frames:
 
     def _count(self, kind: int, flags: int, length: int) -> None:
         if self._in_headers and kind != CONTINUATION:
-            raise LimitExceeded(f"expected CONTINUATION after headers without END_HEADERS, got {_name(kind)}")
+            raise LimitExceeded(f"expected CONTINUATION after headers without END_HEADERS, got {_frame_name(kind)}")
         if kind == DATA:
-            self._tokens = min(BURST, self._tokens + length * FOR_BYTE)
-            if length < LEAST_DATA_BYTES:
+            self._tokens = min(BURST_TOKENS, self._tokens + length * TOKENS_PER_BYTE)
+            if length < MIN_DATA_BYTES:
                 self._spend(kind)
         elif kind == HEADERS:
-            self._tokens = min(BURST, self._tokens + FOR_CALL)
+            self._tokens = min(BURST_TOKENS, self._tokens + TOKENS_PER_CALL)
             self._header_bytes, self._continuations = 0, 0
             self._add_headers(flags, length)
         elif kind == CONTINUATION:
             self._continuations += 1
-            if self._continuations > MOST_CONTINUATIONS:
-                raise LimitExceeded(f"expected at most {MOST_CONTINUATIONS} CONTINUATION frames of a call, got more")
+            if self._continuations > MAX_CONTINUATIONS:
+                raise LimitExceeded(f"expected at most {MAX_CONTINUATIONS} CONTINUATION frames of a call, got more")
             self._add_headers(flags, length)
         else:
-            if length > MOST_CONTROL_BYTES:
-                raise LimitExceeded(f"expected at most {MOST_CONTROL_BYTES} bytes of {_name(kind)}, got {length}")
+            if length > MAX_CONTROL_BYTES:
+                raise LimitExceeded(f"expected at most {MAX_CONTROL_BYTES} bytes of {_frame_name(kind)}, got {length}")
             self._spend(kind)
 
     def _add_headers(self, flags: int, length: int) -> None:
         self._header_bytes += length
-        if self._header_bytes > MOST_HEADER_BYTES:
-            text = f"expected at most {MOST_HEADER_BYTES} bytes of headers of a call, got {self._header_bytes}"
+        if self._header_bytes > MAX_HEADER_BYTES:
+            text = f"expected at most {MAX_HEADER_BYTES} bytes of headers of a call, got {self._header_bytes}"
             raise LimitExceeded(text)
         self._in_headers = not flags & _END_HEADERS
 
@@ -234,17 +234,17 @@ class Frames:
         self._tokens -= 1.0
         if self._tokens < 0.0:
             raise LimitExceeded(
-                f"expected at most {BURST:g} control frames at once, {RATE:g} a second, {FOR_CALL:g} for each call and "
-                f"one for {1 / FOR_BYTE:g} bytes of messages, got more, the last one {_name(kind)}"
+                f"expected at most {BURST_TOKENS:g} control frames at once, {TOKENS_PER_S:g} a second, {TOKENS_PER_CALL:g} for each call and "
+                f"one for {1 / TOKENS_PER_BYTE:g} bytes of messages, got more, the last one {_frame_name(kind)}"
             )
 
 
-def goaway(why: str) -> bytes:
+def goaway_frame(reason: str) -> bytes:
     """Return the frame that tells a client why its connection is closed."""
-    text = why.encode()[:1024]
+    text = reason.encode()[:1024]
     payload = bytes(4) + _ENHANCE_YOUR_CALM.to_bytes(4, "big") + text
     return len(payload).to_bytes(3, "big") + bytes([GOAWAY, 0]) + bytes(4) + payload
 
 
-def _name(kind: int) -> str:
+def _frame_name(kind: int) -> str:
     return _NAMES[kind] if kind < len(_NAMES) else f"type {kind}"

@@ -23,39 +23,39 @@ from weightd.gateway.config.table import GatewayConfig
 from weightd.gateway.gateway import Gateway
 from weightd.gateway.listening import Accepting
 from weightd.gateway.rpc import health, inference, reflection
-from weightd.gateway.rpc.calls import MOST_PROBES, UNSENT_CALLS, Calls, Handler
+from weightd.gateway.rpc.calls import MAX_PROBES, MAX_UNSENT_CALLS, Calls, Handler
 from weightd.gateway.rpc.health import Health
 from weightd.gateway.rpc.inference import Inference
-from weightd.gateway.rpc.messages import HEALTH, INFERENCE, OLD_REFLECTION, REFLECTION
+from weightd.gateway.rpc.messages import HEALTH, INFERENCE, REFLECTION_V1ALPHA, REFLECTION
 from weightd.gateway.rpc.methods import Methods
 from weightd.gateway.rpc.reflection import Reflection
 from weightd.gateway.rpc.relay import Relay
 from weightd.gateway.rpc.requests import Memory
-from weightd.gateway.rpc.streams import MOST_REFLECTING, MOST_STREAMS, MOST_WATCHING, Streams
+from weightd.gateway.rpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, Streams
 from weightd.shared.peers import Peers
 
 # Calls of whoever asks.
-MOST_OPEN = MOST_PROBES + MOST_WATCHING + MOST_REFLECTING
+MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS
 
 # Calls beyond those, and those that have a place, or are streams: such as are told that there is none.
 SPARE_CALLS = 256
 
 # Of one connection. HTTP/2 asks for no fewer than 100.
-MOST_CALLS_OF_CONNECTION = 256
+MAX_CALLS_PER_CONNECTION = 256
 
 # A client that is stopped, or behind a net that is gone, answers no ping: after both it is hung up.
 KEEPALIVE_S = 60
 KEEPALIVE_TIMEOUT_S = 20
 
 # Clients that ping more often are hung up: the tenth of a minute is what cautious ones are set to.
-LEAST_PING_S = 5
+MIN_PING_INTERVAL_S = 5
 
 # A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
 _METADATA_BYTES = 8 * 1024
-MOST_METADATA_BYTES = 16 * 1024
+MAX_METADATA_BYTES = 16 * 1024
 
 # Descriptors of one connection, beside those for everything else: the client's, and both ends to gRPC's library.
-_DESCRIPTORS = 4
+_FDS_PER_CONNECTION = 4
 
 # gRPC's library has much to say of its peers, to stderr past every log, and to the log whenever one leaves while it is
 # answered. What goes wrong in handlers is told by themselves.
@@ -76,12 +76,12 @@ class RpcFront:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._streams = Streams()
-        self._watching = Streams(MOST_WATCHING)
-        self._reflecting = Streams(MOST_REFLECTING)
+        self._watch_streams = Streams(MAX_WATCH_STREAMS)
+        self._reflection_streams = Streams(MAX_REFLECTION_STREAMS)
         self._peers = Peers()
-        self._admission = Admission(_most_connections(gateway.config), gateway.config.max_connection_rate)
+        self._admission = Admission(_max_connections(gateway.config), gateway.config.max_connection_rate)
         self._server: grpc.aio.Server | None = None
-        self._accepting: list[Accepting] = []
+        self._acceptors: list[Accepting] = []
         self._paths: list[Path] = []
 
     async def start(self) -> Sequence[str]:
@@ -91,79 +91,79 @@ class RpcFront:
             OSError: an address cannot be had; the text names it.
         """
         config = self._gateway.config
-        most = config.max_in_flight + UNSENT_CALLS + MOST_STREAMS + MOST_OPEN + SPARE_CALLS
+        max_calls = config.max_in_flight + MAX_UNSENT_CALLS + MAX_STREAMS + MAX_UNAUTHENTICATED + SPARE_CALLS
         # Others may not enter it: the relay is the only client of gRPC's library.
         self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
         inner = Path(self._directory.name, "grpc")
-        self.relay = Relay(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
-        self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=most)
+        self.http2_filter = Relay(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
+        self._server = grpc.aio.server(options=_options(config), maximum_concurrent_rpcs=max_calls)
         for name, handlers in self._services().items():
             self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, handlers)])
         try:
             self._server.add_insecure_port(f"unix:{inner}")
         except RuntimeError:
             raise OSError(f"gRPC's library cannot listen at {inner}: expected a short path (TMPDIR)") from None
-        tls = listening.tls(config)
+        tls = listening.tls_context(config)
         if tls is not None:
             tls.set_alpn_protocols(["h2"])
-        listeners = [self._bound(place) for place in config.grpc_places]
+        listeners = [self._bind(place) for place in config.grpc_places]
         await self._server.start()
-        told: list[str] = []
+        urls: list[str] = []
         for listener in listeners:
             used = None if listener.family == socket.AF_UNIX else tls
-            admit = partial(self.relay.admit, tls=used)
-            self._accepting.append(Accepting(listener, self._admission, self._peers, admit))
-            told.append(f"{'grpcs' if used else 'grpc'} {places.of_socket(listener)}")
-        return told
+            admit = partial(self.http2_filter.on_connection, tls=used)
+            self._acceptors.append(Accepting(listener, self._admission, self._peers, admit))
+            urls.append(f"{'grpcs' if used else 'grpc'} {places.address_of(listener)}")
+        return urls
 
-    async def stop(self, grace: float) -> None:
+    async def stop(self, grace_s: float) -> None:
         """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
-        for accepting in self._accepting:
+        for accepting in self._acceptors:
             accepting.close()
-        for each in (self._streams, self._watching, self._reflecting):
-            each.end()
+        for each in (self._streams, self._watch_streams, self._reflection_streams):
+            each.stop()
         if self._server is None:
             return
-        end = time.monotonic() + grace
-        await self._server.stop(grace)
+        end = time.monotonic() + grace_s
+        await self._server.stop(grace_s)
         # Answers may still be on their way to the clients.
-        await self.relay.drain(max(0.0, end - time.monotonic()))
-        self.relay.abort()
+        await self.http2_filter.drain(max(0.0, end - time.monotonic()))
+        self.http2_filter.abort()
         self._peers.close()
         for path in self._paths:
             path.unlink(missing_ok=True)
         self._directory.cleanup()
 
-    def _bound(self, place: Place) -> socket.socket:
-        listener = listening.bound(place, "grpc")
-        if place.path:
-            self._paths.append(Path(place.path))
+    def _bind(self, address: Place) -> socket.socket:
+        listener = listening.bind(address, "grpc")
+        if address.path:
+            self._paths.append(Path(address.path))
         return listener
 
     def _services(self) -> Mapping[str, dict[str, Handler]]:
         gateway, config = self._gateway, self._gateway.config
-        service = gateway.service
+        daemon_client = gateway.daemon_client
         calls = Calls(
-            lambda: gateway.identities,
-            service.seats,
+            lambda: gateway.authenticator,
+            daemon_client.admission,
             config.max_body_bytes,
             config.receive_timeout,
-            self.relay,
+            self.http2_filter,
         )
-        memory = Memory(gateway.regions, service.room, gateway.helpers)
-        methods = Methods(service, gateway.regions, shared_memory=config.shared_memory)
-        told = (INFERENCE, HEALTH, REFLECTION, OLD_REFLECTION)
+        shm_resolver = Memory(gateway.regions, daemon_client.allocate, gateway.parsers)
+        methods = Methods(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
+        described = (INFERENCE, HEALTH, REFLECTION, REFLECTION_V1ALPHA)
         return {
-            inference.NAME: {**methods.handlers(calls), **Inference(service, memory, self._streams).handlers(calls)},
-            health.NAME: Health(service, ("", inference.NAME), self._watching).handlers(calls),
-            reflection.NAME: Reflection(told, REFLECTION, self._reflecting).handlers(calls),
-            reflection.OLD_NAME: Reflection(told, OLD_REFLECTION, self._reflecting).handlers(calls),
+            inference.NAME: {**methods.handlers(calls), **Inference(daemon_client, shm_resolver, self._streams).handlers(calls)},
+            health.NAME: Health(daemon_client, ("", inference.NAME), self._watch_streams).handlers(calls),
+            reflection.NAME: Reflection(described, REFLECTION, self._reflection_streams).handlers(calls),
+            reflection.V1ALPHA_NAME: Reflection(described, REFLECTION_V1ALPHA, self._reflection_streams).handlers(calls),
         }
 
 
-def _most_connections(config: GatewayConfig) -> int:
+def _max_connections(config: GatewayConfig) -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(config.max_connections, descriptors // _DESCRIPTORS))
+    return max(1, min(config.max_connections, descriptors // _FDS_PER_CONNECTION))
 
 
 def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
@@ -172,13 +172,13 @@ def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", MOST_CALLS_OF_CONNECTION),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_CALLS_PER_CONNECTION),
         ("grpc.max_connection_idle_ms", _ms(config.idle_timeout)),
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _ms(LEAST_PING_S)),
+        ("grpc.http2.min_ping_interval_without_data_ms", _ms(MIN_PING_INTERVAL_S)),
     ]
 
 

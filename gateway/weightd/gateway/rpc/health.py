@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from weightd.gateway.rpc.calls import PROBE, Call, Calls, Context, Handler, guarded
-from weightd.gateway.rpc.fields import parser
+from weightd.gateway.rpc.calls import PROBE_CALLER, Call, Calls, Context, Handler, report_errors
+from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import HEALTH
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
@@ -22,10 +22,10 @@ NAME = "grpc.health.v1.Health"
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 # How old an answer may be, and how often those who watch look: what strangers ask costs the daemon no more than this.
-FRESH_S = 1.0
+CACHE_TTL_S = 1.0
 
 _Response = HEALTH["HealthCheckResponse"]
-_parse = parser(HEALTH["HealthCheckRequest"])
+_parse = checked_parser(HEALTH["HealthCheckRequest"])
 
 
 class Health:
@@ -40,29 +40,29 @@ class Health:
 
     def __init__(
         self,
-        service: Service,
+        daemon_client: Service,
         names: Collection[str],
         streams: Streams,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._service = service
+        self._daemon_client = daemon_client
         self._names = names
         self._streams = streams
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._latest = NOT_SERVING
-        self._at = float("-inf")
+        self._cached_status = NOT_SERVING
+        self._fetched_at = float("-inf")
 
     def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def watch(messages: object, context: Context) -> None:
-            with self._streams.one(calls.stranger(context)):
-                await self._watch((await calls.probed(context, _parse)).service, context)
+            with self._streams.admit(calls.anonymous_caller(context)):
+                await self._watch((await calls.receive_probe(context, _parse)).service, context)
 
         return {
-            "Check": calls.single("Check", _parse, self._check, is_open=True),
-            "Watch": grpc.stream_stream_rpc_method_handler(guarded(watch)),
+            "Check": calls.unary_handler("Check", _parse, self._check, is_unauthenticated=True),
+            "Watch": grpc.stream_stream_rpc_method_handler(report_errors(watch)),
         }
 
     async def status(self, service: str) -> int:
@@ -70,13 +70,13 @@ class Health:
         if service not in self._names:
             return SERVICE_UNKNOWN
         async with self._lock:
-            if self._clock() - self._at >= FRESH_S:
+            if self._clock() - self._fetched_at >= CACHE_TTL_S:
                 try:
-                    self._latest = SERVING if (await self._service.ready(PROBE)).ready else NOT_SERVING
+                    self._cached_status = SERVING if (await self._daemon_client.ready(PROBE_CALLER)).ready else NOT_SERVING
                 except RequestError:
-                    self._latest = NOT_SERVING
-                self._at = self._clock()
-            return self._latest
+                    self._cached_status = NOT_SERVING
+                self._fetched_at = self._clock()
+            return self._cached_status
 
     async def _check(self, call: Call, request: Any) -> bytes:
         status = await self.status(request.service)
@@ -85,13 +85,13 @@ class Health:
         return _response(status)
 
     async def _watch(self, service: str, context: Context) -> None:
-        told = None
+        last_sent = None
         while True:
             status = await self.status(service)
-            if status != told:
+            if status != last_sent:
                 await context.write(_response(status))
-                told = status
-            await self._streams.wait(partial(asyncio.sleep, FRESH_S))
+                last_sent = status
+            await self._streams.wait(partial(asyncio.sleep, CACHE_TTL_S))
 
 
 def _response(status: int) -> bytes:

@@ -6,11 +6,11 @@ import time
 
 import grpc
 
-from weightd.gateway.codes import told
-from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, guarded
-from weightd.gateway.rpc.cutting import cut
-from weightd.gateway.rpc.requests import Memory, asked
-from weightd.gateway.rpc.responses import response, streamed, streamed_error
+from weightd.gateway.codes import to_request_error
+from weightd.gateway.rpc.calls import Call, Calls, Context, Handler, report_errors
+from weightd.gateway.rpc.cutting import fast_parse
+from weightd.gateway.rpc.requests import Memory, parse_infer_request
+from weightd.gateway.rpc.responses import encode_response, encode_stream_response, encode_stream_error
 from weightd.gateway.rpc.streams import Streams
 from weightd.gateway.service import Service
 from weightd.protocol.errors import WeightdError
@@ -27,51 +27,51 @@ class Inference:
         streams: calls with many requests are among them.
     """
 
-    def __init__(self, service: Service, memory: Memory, streams: Streams) -> None:
-        self._service = service
-        self._memory = memory
+    def __init__(self, daemon_client: Service, shm_resolver: Memory, streams: Streams) -> None:
+        self._daemon_client = daemon_client
+        self._shm_resolver = shm_resolver
         self._streams = streams
 
     def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def stream(messages: object, context: Context) -> None:
-            with calls.seated(context) as call:
+            with calls.admit(context) as call:
                 caller = call.caller
-            with self._streams.one(caller), calls.receiving(context):
+            with self._streams.admit(caller), calls.receiving(context):
                 # What is sent ahead waits where it is: at most one message has been read.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(left=context.time_remaining())
-                    answer = await self._of_stream(calls, call, message)
-                    sent = calls.seats.keep(caller, len(answer))
+                    answer = await self._infer_streamed(calls, call, message)
+                    sent = calls.admission.reserve_response(caller, len(answer))
                     try:
                         await context.write(answer)
                     finally:
-                        sent.leave()
+                        sent.release()
 
         return {
-            "ModelInfer": calls.single("ModelInfer", _whole, self._single, most=calls.most_bytes),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(guarded(stream)),
+            "ModelInfer": calls.unary_handler("ModelInfer", _as_received, self._infer, max_bytes=calls.max_bytes),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(report_errors(stream)),
         }
 
-    async def _single(self, call: Call, message: bytes) -> bytes:
-        what = await asked(message, call, self._memory)
-        return response(what, await self._service.infer(call.caller, what.question))
+    async def _infer(self, call: Call, message: bytes) -> bytes:
+        request = await parse_infer_request(message, call, self._shm_resolver)
+        return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
-    async def _of_stream(self, calls: Calls, call: Call, message: bytes) -> bytes:
+    async def _infer_streamed(self, calls: Calls, call: Call, message: bytes) -> bytes:
         """Return the answer to one request of a stream, which goes on if that is an error."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
-            with calls.seats.one(call.caller) as seat:
-                seat.take(len(message))
-                what = await asked(message, call._replace(seat=seat), self._memory)
-                answer = response(what, await self._service.infer(call.caller, what.question), final=True)
+            with calls.admission.admit(call.caller) as seat:
+                seat.reserve(len(message))
+                what = await parse_infer_request(message, call._replace(seat=seat), self._shm_resolver)
+                answer = encode_response(what, await self._daemon_client.infer(call.caller, what.request), is_final=True)
         except WeightdError as error:
-            calls.note("ModelStreamInfer", call, begun, told(error))
-            return streamed_error(cut(message).id, str(told(error)))
-        calls.note("ModelStreamInfer", call, begun)
-        return streamed(answer)
+            calls.log_call("ModelStreamInfer", call, started_at, to_request_error(error))
+            return encode_stream_error(fast_parse(message).id, str(to_request_error(error)))
+        calls.log_call("ModelStreamInfer", call, started_at)
+        return encode_stream_response(answer)
 
 
-def _whole(message: bytes) -> bytes:
+def _as_received(message: bytes) -> bytes:
     return message

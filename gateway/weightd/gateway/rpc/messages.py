@@ -8,5 +8,5 @@ from weightd.gateway.rpc.descriptors import Messages
 INFERENCE = Messages(tables.INFERENCE)
 HEALTH = Messages(tables.HEALTH)
 REFLECTION = Messages(tables.REFLECTION)
-OLD_REFLECTION = Messages(tables.OLD_REFLECTION)
+REFLECTION_V1ALPHA = Messages(tables.REFLECTION_V1ALPHA)
 STATUS = Messages(tables.STATUS)

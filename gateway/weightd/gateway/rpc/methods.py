@@ -9,7 +9,7 @@ from weightd.gateway import model_view
 from weightd.gateway.model_view import View
 from weightd.gateway.regions import Regions
 from weightd.gateway.rpc.calls import Call, Calls, Handler, Method, Unimplemented
-from weightd.gateway.rpc.fields import parser
+from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.gateway.rpc.parameters import check_local
 from weightd.gateway.rpc.requests import check_version, model_of
@@ -17,7 +17,7 @@ from weightd.gateway.service import Service
 from weightd.protocol.errors import InvalidArgument, Unavailable
 
 # For probes, which have no token.
-_OPEN = frozenset({"ServerLive", "ServerReady"})
+_UNAUTHENTICATED = frozenset({"ServerLive", "ServerReady"})
 
 # What Triton would say that traces nothing, each in a list.
 _TRACE_SETTINGS = {
@@ -37,7 +37,7 @@ _LOG_SETTINGS = {
     "log_format": {"string_param": "default"},
 }
 
-_NO_SETTING = "this setting is the operator's, in the configuration of weightd"
+_READ_ONLY_SETTING = "this setting is the operator's, in the configuration of weightd"
 
 
 class Methods:
@@ -49,10 +49,10 @@ class Methods:
         shared_memory: whether they may.
     """
 
-    def __init__(self, service: Service, regions: Regions, *, shared_memory: bool) -> None:
-        self._service = service
+    def __init__(self, daemon_client: Service, regions: Regions, *, has_shared_memory: bool) -> None:
+        self._daemon_client = daemon_client
         self._regions = regions
-        self._shared_memory = shared_memory
+        self._has_shared_memory = has_shared_memory
 
     def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method by its name."""
@@ -77,49 +77,49 @@ class Methods:
             "LogSettings": self._log_settings,
         }
         return {
-            name: calls.single(name, parser(INFERENCE.requests[name]), method, is_open=name in _OPEN)
+            name: calls.unary_handler(name, checked_parser(INFERENCE.requests[name]), method, is_unauthenticated=name in _UNAUTHENTICATED)
             for name, method in methods.items()
         }
 
     async def _server_live(self, call: Call, request: Any) -> bytes:
-        return _answer("ServerLiveResponse", {"live": True})
+        return _encode("ServerLiveResponse", {"live": True})
 
     async def _server_ready(self, call: Call, request: Any) -> bytes:
-        return _answer("ServerReadyResponse", {"ready": await self._is_ready(call, "")})
+        return _encode("ServerReadyResponse", {"ready": await self._is_ready(call, "")})
 
     async def _model_ready(self, call: Call, request: Any) -> bytes:
         check_version(request.version)
-        return _answer("ModelReadyResponse", {"ready": await self._is_ready(call, model_of(request.name))})
+        return _encode("ModelReadyResponse", {"ready": await self._is_ready(call, model_of(request.name))})
 
     async def _is_ready(self, call: Call, model: str) -> bool:
         try:
-            return (await self._service.ready(call.caller, model)).ready
+            return (await self._daemon_client.ready(call.caller, model)).ready
         except Unavailable:
             return False
 
     async def _server_metadata(self, call: Call, request: Any) -> bytes:
-        answer = await self._service.server(call.caller)
-        return _answer("ServerMetadataResponse", model_view.server_metadata(answer, shared_memory=self._shared_memory))
+        answer = await self._daemon_client.server(call.caller)
+        return _encode("ServerMetadataResponse", model_view.server_metadata(answer, shared_memory=self._has_shared_memory))
 
     async def _model_metadata(self, call: Call, request: Any) -> bytes:
         check_version(request.version)
-        answer = await self._service.metadata(call.caller, model_of(request.name))
-        return _answer("ModelMetadataResponse", model_view.model_metadata(answer))
+        answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
+        return _encode("ModelMetadataResponse", model_view.model_metadata(answer))
 
     async def _model_config(self, call: Call, request: Any) -> bytes:
         check_version(request.version)
-        answer = await self._service.metadata(call.caller, model_of(request.name))
-        return _answer("ModelConfigResponse", {"config": model_view.model_config(answer)})
+        answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
+        return _encode("ModelConfigResponse", {"config": model_view.model_config(answer)})
 
     async def _model_statistics(self, call: Call, request: Any) -> bytes:
         check_version(request.version)
-        metrics = await self._service.metrics(call.caller)
-        return _answer("ModelStatisticsResponse", model_view.statistics(metrics, request.name))
+        metrics = await self._daemon_client.metrics(call.caller)
+        return _encode("ModelStatisticsResponse", model_view.statistics(metrics, request.name))
 
     async def _repository_index(self, call: Call, request: Any) -> bytes:
-        metrics = await self._service.metrics(call.caller)
-        models = model_view.repository_index(metrics, ready=request.ready)
-        return _answer("RepositoryIndexResponse", {"models": models})
+        metrics = await self._daemon_client.metrics(call.caller)
+        models = model_view.repository_index(metrics, only_ready=request.ready)
+        return _encode("RepositoryIndexResponse", {"models": models})
 
     async def _load(self, call: Call, request: Any) -> bytes:
         raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
@@ -127,41 +127,41 @@ class Methods:
     async def _memory_status(self, call: Call, request: Any) -> bytes:
         check_local(call)
         regions = self._regions.status(call.caller, request.name)
-        return _answer("SystemSharedMemoryStatusResponse", {"regions": {each["name"]: each for each in regions}})
+        return _encode("SystemSharedMemoryStatusResponse", {"regions": {each["name"]: each for each in regions}})
 
     async def _memory_register(self, call: Call, request: Any) -> bytes:
         check_local(call)
         self._regions.register(call.caller, request.name, request.key, request.offset, request.byte_size)
-        return _answer("SystemSharedMemoryRegisterResponse", {})
+        return _encode("SystemSharedMemoryRegisterResponse", {})
 
     async def _memory_unregister(self, call: Call, request: Any) -> bytes:
         check_local(call)
         self._regions.unregister(call.caller, request.name)
-        return _answer("SystemSharedMemoryUnregisterResponse", {})
+        return _encode("SystemSharedMemoryUnregisterResponse", {})
 
     async def _cuda_status(self, call: Call, request: Any) -> bytes:
-        return _answer("CudaSharedMemoryStatusResponse", {})
+        return _encode("CudaSharedMemoryStatusResponse", {})
 
     async def _cuda_register(self, call: Call, request: Any) -> bytes:
         raise Unimplemented("weightd has no memory of CUDA devices")
 
     async def _cuda_unregister(self, call: Call, request: Any) -> bytes:
         # There is none, which is what was asked for: some clients do so to begin with, whatever they use.
-        return _answer("CudaSharedMemoryUnregisterResponse", {})
+        return _encode("CudaSharedMemoryUnregisterResponse", {})
 
     async def _trace_setting(self, call: Call, request: Any) -> bytes:
         if request.settings:
-            raise InvalidArgument(_NO_SETTING)
-        return _answer(
+            raise InvalidArgument(_READ_ONLY_SETTING)
+        return _encode(
             "TraceSettingResponse", {"settings": {name: {"value": [value]} for name, value in _TRACE_SETTINGS.items()}}
         )
 
     async def _log_settings(self, call: Call, request: Any) -> bytes:
         if request.settings:
-            raise InvalidArgument(_NO_SETTING)
-        return _answer("LogSettingsResponse", {"settings": _LOG_SETTINGS})
+            raise InvalidArgument(_READ_ONLY_SETTING)
+        return _encode("LogSettingsResponse", {"settings": _LOG_SETTINGS})
 
 
-def _answer(name: str, view: View) -> bytes:
+def _encode(name: str, view: View) -> bytes:
     content: bytes = INFERENCE[name](**view).SerializeToString()
     return content

@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
 
-from weightd.gateway.rpc.calls import Calls, Context, Handler, check_length, guarded, parsed, within
+from weightd.gateway.rpc.calls import Calls, Context, Handler, check_length, report_errors, parse_message, receive_deadline
 from weightd.gateway.rpc.descriptors import Messages
-from weightd.gateway.rpc.fields import parser
+from weightd.gateway.rpc.fields import checked_parser
 from weightd.gateway.rpc.streams import Streams
 
 # Between two questions of a tool. Who asks no more leaves his place to others, who have no more of a right to it.
-PATIENCE_S = 10.0
+REQUEST_TIMEOUT_S = 10.0
 
 NAME = "grpc.reflection.v1.ServerReflection"
-OLD_NAME = "grpc.reflection.v1alpha.ServerReflection"
+V1ALPHA_NAME = "grpc.reflection.v1alpha.ServerReflection"
 
 _INVALID_ARGUMENT = 3
 _NOT_FOUND = 5
@@ -35,30 +35,30 @@ class Reflection:
         streams: those who ask are among them.
     """
 
-    def __init__(self, files: Iterable[Messages], own: Messages, streams: Streams) -> None:
-        self._parse = parser(own["ServerReflectionRequest"])
-        self._response = own["ServerReflectionResponse"]
+    def __init__(self, files: Iterable[Messages], protocol: Messages, streams: Streams) -> None:
+        self._parse = checked_parser(protocol["ServerReflectionRequest"])
+        self._response = protocol["ServerReflectionResponse"]
         self._streams = streams
         self._by_name: dict[str, bytes] = {}
         self._by_symbol: dict[str, bytes] = {}
         self._messages: set[str] = set()
         self._services: list[str] = []
         for each in files:
-            self._add(each.file)
+            self._add_file(each.file)
 
     def handlers(self, calls: Calls) -> dict[str, Handler]:
         """Return what gRPC wants for each method."""
 
         async def info(messages: object, context: Context) -> None:
-            with self._streams.one(calls.stranger(context)):
-                while (message := await self._asked(context)) is not grpc.aio.EOF:
+            with self._streams.admit(calls.anonymous_caller(context)):
+                while (message := await self._receive(context)) is not grpc.aio.EOF:
                     check_length(message)
-                    await context.write(self.answer(parsed(message, self._parse)).SerializeToString())
+                    await context.write(self.answer(parse_message(message, self._parse)).SerializeToString())
 
-        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(guarded(info))}
+        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(report_errors(info))}
 
-    async def _asked(self, context: Context) -> Any:
-        with within(PATIENCE_S):
+    async def _receive(self, context: Context) -> Any:
+        with receive_deadline(REQUEST_TIMEOUT_S):
             return await self._streams.wait(context.read)
 
     def answer(self, request: Any) -> Any:
@@ -69,26 +69,26 @@ class Reflection:
             for name in self._services:
                 response.list_services_response.service.add(name=name)
         elif kind == "file_by_filename":
-            self._file(response, self._by_name.get(request.file_by_filename))
+            self._set_file(response, self._by_name.get(request.file_by_filename))
         elif kind == "file_containing_symbol":
-            self._file(response, self._by_symbol.get(request.file_containing_symbol))
+            self._set_file(response, self._by_symbol.get(request.file_containing_symbol))
         elif kind == "all_extension_numbers_of_type" and request.all_extension_numbers_of_type in self._messages:
             response.all_extension_numbers_response.base_type_name = request.all_extension_numbers_of_type
         elif kind is None:
             response.error_response.error_code = _INVALID_ARGUMENT
             response.error_response.error_message = "the request asks nothing"
         else:
-            self._file(response, None)
+            self._set_file(response, None)
         return response
 
-    def _file(self, response: Any, content: bytes | None) -> None:
+    def _set_file(self, response: Any, content: bytes | None) -> None:
         if content is None:
             response.error_response.error_code = _NOT_FOUND
             response.error_response.error_message = "there is no such thing here"
         else:
             response.file_descriptor_response.file_descriptor_proto.append(content)
 
-    def _add(self, file: FileDescriptorProto) -> None:
+    def _add_file(self, file: FileDescriptorProto) -> None:
         content = file.SerializeToString()
         self._by_name[file.name] = content
         for message in file.message_type:
@@ -101,8 +101,8 @@ class Reflection:
             self._by_symbol[name] = content
             self._by_symbol.update({f"{name}.{method.name}": content for method in service.method})
 
-    def _add_message(self, message: DescriptorProto, within: str, content: bytes) -> None:
-        name = f"{within}.{message.name}"
+    def _add_message(self, message: DescriptorProto, scope: str, content: bytes) -> None:
+        name = f"{scope}.{message.name}"
         self._messages.add(name)
         self._by_symbol[name] = content
         for nested in message.nested_type:

@@ -21,7 +21,7 @@ from typing import Any, cast
 from weightd.gateway.admission import Admission
 from weightd.gateway.handshakes import Handshakes
 from weightd.gateway.listening import common_name
-from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway
+from weightd.gateway.rpc.frames import DATA, Frames, Heads, LimitExceeded, goaway_frame
 from weightd.shared.peers import UNKNOWN, Peer
 from weightd.shared.seldom import Seldom
 from weightd.shared.tokenbuckets import TokenBuckets
@@ -29,13 +29,13 @@ from weightd.shared.tokenbuckets import TokenBuckets
 _log = logging.getLogger("weightd.gateway.rpc")
 
 # How gRPC's library writes the name of an abstract Unix socket.
-_ABSTRACT = "unix-abstract:"
+_ABSTRACT_PREFIX = "unix-abstract:"
 
 # A connection that is closed for a violation may take so long to receive the reason.
-_CLOSING_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 # Between two lines of the log about violations of one peer.
-_QUIET_S = 10.0
+_LOG_INTERVAL_S = 10.0
 
 # The limit of calls of one peer: so many a second, beside one for each message that it was sent. A call that is
 # cancelled at once, or refused, costs the gateway time and brings no message.
@@ -44,7 +44,7 @@ CALLS_BURST = 1000.0
 
 # So many bytes are counted before the limits are looked at; what exceeds them is tried again after so long.
 _STEP_BYTES = 8192
-_WAIT_S = 0.01
+_RETRY_INTERVAL_S = 0.01
 
 
 class Relay:
@@ -57,30 +57,30 @@ class Relay:
         handshakes: TLS handshakes under way.
     """
 
-    def __init__(self, path: Path, admission: Admission, patience: float, handshakes: Handshakes) -> None:
+    def __init__(self, path: Path, admission: Admission, timeout_s: float, handshakes: Handshakes) -> None:
         self._path = str(path)
         self._admission = admission
         self._handshakes = handshakes
-        self._patience = patience
+        self._timeout_s = timeout_s
         # Nobody can take a name that cannot be guessed.
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
-        self._numbers = itertools.count(1)
+        self._ids = itertools.count(1)
         self._by_name: dict[str, _Client] = {}
         self._clients: set[_Client] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Future[None] | None = None
-        self._violations = Seldom(_QUIET_S)
-        self._calls = TokenBuckets(CALLS_PER_S, CALLS_BURST)
+        self._violation_log = Seldom(_LOG_INTERVAL_S)
+        self._call_buckets = TokenBuckets(CALLS_PER_S, CALLS_BURST)
 
-    def peer(self, called: str) -> Peer:
+    def peer_of(self, library_name: str) -> Peer:
         """Return the peer of a connection by what gRPC's library calls it."""
-        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        client = self._by_name.get(library_name.removeprefix(_ABSTRACT_PREFIX))
         return UNKNOWN if client is None else client.peer
 
     @contextmanager
     def receiving(self, called: str) -> Generator[None, None, None]:
         """Let a connection send a long message within the block; `called`: what gRPC's library calls the connection."""
-        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         if client is None:
             yield
             return
@@ -92,7 +92,7 @@ class Relay:
 
     def is_full(self, called: str) -> bool:
         """Return whether a connection has sent too many bytes of messages that no call waits for."""
-        client = self._by_name.get(called.removeprefix(_ABSTRACT))
+        client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         return client is not None and client.is_full
 
     @property
@@ -100,9 +100,9 @@ class Relay:
         """The peers of all connections that gRPC's library has."""
         return {name: client.peer for name, client in self._by_name.items()}
 
-    def admit(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
+    def on_connection(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
         """Take over a connection that is admitted."""
-        task = asyncio.get_running_loop().create_task(self._begin(connection, peer, tls))
+        task = asyncio.get_running_loop().create_task(self._accept(connection, peer, tls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -122,7 +122,7 @@ class Relay:
         for each in [*self._clients]:
             each.abort()
 
-    async def _begin(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
+    async def _accept(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         client = _Client(self, peer)
         try:
@@ -131,7 +131,7 @@ class Relay:
             if tls is None:
                 await loop.connect_accepted_socket(lambda: client, connection)
             else:
-                await self._handshakes.complete(connection, peer, tls, self._patience, lambda: client)
+                await self._handshakes.complete(connection, peer, tls, self._timeout_s, lambda: client)
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             client.abort()
             client.release()
@@ -139,14 +139,14 @@ class Relay:
 
     # --- for clients -------------------------------------------------------------------------------------------
 
-    def came(self, client: _Client) -> asyncio.TimerHandle:
+    def on_connect(self, client: _Client) -> asyncio.TimerHandle:
         """Count a connection; it is closed at the end of the returned timer."""
         self._clients.add(client)
-        return asyncio.get_running_loop().call_later(self._patience, client.abort)
+        return asyncio.get_running_loop().call_later(self._timeout_s, client.abort)
 
-    def open(self, client: _Client) -> None:
+    def connect_library(self, client: _Client) -> None:
         """Connect a client that has sent the preface to gRPC's library."""
-        name = f"{self._prefix}{next(self._numbers)}"
+        name = f"{self._prefix}{next(self._ids)}"
         library = socket.socket(socket.AF_UNIX)
         library.setblocking(False)
         try:
@@ -159,37 +159,37 @@ class Relay:
             client.abort()
             return
         self._by_name[name] = client
-        task = asyncio.get_running_loop().create_task(self._connect(library, client, name))
+        task = asyncio.get_running_loop().create_task(self._attach_library(library, client, name))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect(self, library: socket.socket, client: _Client, name: str) -> None:
+    async def _attach_library(self, library: socket.socket, client: _Client, name: str) -> None:
         loop = asyncio.get_running_loop()
         await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._by_name.pop(name, None)), library)
 
-    def violated(self, client: _Client, why: str) -> None:
+    def on_violation(self, client: _Client, reason: str) -> None:
         """Log a violation, and limit new connections of its peer."""
         now = time.monotonic()
-        self._admission.punish(client.peer, now)
-        untold = self._violations.record(client.peer.key, now)
+        self._admission.penalize(client.peer, now)
+        suppressed_count = self._violation_log.record(client.peer.key, now)
         # Scanners of ports, which speak another protocol, fill no log.
-        if untold is not None and client.has_begun:
-            more = f" ({untold} more since the last such line)" if untold else ""
-            _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, why, more)
+        if suppressed_count is not None and client.has_preface:
+            more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
+            _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, reason, more)
 
     def may_call(self, peer: Peer, now: float) -> bool:
         """Return whether a peer may begin another call."""
-        return peer.is_operator or self._calls.has_one(peer.key, now)
+        return peer.is_operator or self._call_buckets.has_one(peer.key, now)
 
-    def calls(self, peer: Peer, number: int, now: float) -> None:
+    def count_calls(self, peer: Peer, number: int, now: float) -> None:
         """Count calls that a peer has begun, or, as a negative number, messages that it was sent."""
         if number and not peer.is_operator:
-            self._calls.charge(peer.key, number, now)
+            self._call_buckets.charge(peer.key, number, now)
 
-    def gone(self, client: _Client) -> None:
+    def on_disconnect(self, client: _Client) -> None:
         """Count a connection no more."""
         self._clients.discard(client)
-        self._admission.leaves(client.peer)
+        self._admission.remove_connection(client.peer)
         if self._drained is not None and not self._clients and not self._drained.done():
             self._drained.set_result(None)
 
@@ -197,21 +197,21 @@ class Relay:
 class _Client(asyncio.Protocol):
     """The connection of a client."""
 
-    def __init__(self, relay: Relay, peer: Peer) -> None:
+    def __init__(self, http2_filter: Relay, peer: Peer) -> None:
         self.peer = peer
-        self._relay = relay
+        self._filter = http2_filter
         self._frames = Frames(time.monotonic())
-        self._sent = Heads()
+        self._sent_heads = Heads()
         self._transport: asyncio.Transport | None = None
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._before = bytearray()
+        self._early_data = bytearray()
         # Bytes that are passed on when the peer may begin calls again and the connection is no longer full.
         self._held = b""
-        self._waiting: asyncio.TimerHandle | None = None
+        self._retry_timer: asyncio.TimerHandle | None = None
         # Calls that wait for a long message.
         self._expecting = 0
-        self._is_open = False
+        self._is_connecting = False
         self._is_released = False
         self._is_refused = False
 
@@ -220,10 +220,10 @@ class _Client(asyncio.Protocol):
         name = common_name(transport)
         if name is not None:
             self.peer = self.peer._replace(common_name=name)
-        self._deadline = self._relay.came(self)
+        self._deadline = self._filter.on_connect(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_clock()
+        self._cancel_deadline()
         self._drop_held()
         if self._library is not None:
             self._library.abort()
@@ -233,12 +233,12 @@ class _Client(asyncio.Protocol):
         """Count the connection no more."""
         if not self._is_released:
             self._is_released = True
-            self._relay.gone(self)
+            self._filter.on_disconnect(self)
 
     @property
-    def has_begun(self) -> bool:
+    def has_preface(self) -> bool:
         """Whether the client speaks HTTP/2."""
-        return self._frames.has_begun
+        return self._frames.has_preface
 
     @property
     def is_connected(self) -> bool:
@@ -255,33 +255,33 @@ class _Client(asyncio.Protocol):
             return
         data, self._held = self._held + data, b""
         try:
-            allowed = self._count(data)
+            allowed = self._count_frames(data)
         except LimitExceeded as error:
-            self._refuse(str(error))
+            self._close_with_reason(str(error))
             return
         if allowed < len(data):
             data, self._held = data[:allowed], data[allowed:]
-            self._pause()
+            self._pause_reading()
             # A connection that is full goes on when a call waits for a long message, has been answered, or has ended.
-            if self._waiting is None and not self._frames.is_full:
-                self._waiting = asyncio.get_running_loop().call_later(_WAIT_S, self._go_on)
+            if self._retry_timer is None and not self._frames.is_full:
+                self._retry_timer = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._retry_held)
         if self._library is not None:
             self._library.write(data)
             return
-        self._before += data
-        if self._frames.has_begun and not self._is_open:
-            self._is_open = True
-            self._stop_clock()
-            self._pause()
-            self._relay.open(self)
+        self._early_data += data
+        if self._frames.has_preface and not self._is_connecting:
+            self._is_connecting = True
+            self._cancel_deadline()
+            self._pause_reading()
+            self._filter.connect_library(self)
 
-    def _count(self, data: bytes) -> int:
+    def _count_frames(self, data: bytes) -> int:
         """Return how many bytes may be passed on now."""
         now = time.monotonic()
         allowed = 0
-        while allowed < len(data) and self._relay.may_call(self.peer, now) and not self._frames.is_full:
+        while allowed < len(data) and self._filter.may_call(self.peer, now) and not self._frames.is_full:
             step = data[allowed : allowed + _STEP_BYTES]
-            self._relay.calls(self.peer, self._frames.feed(step, now), now)
+            self._filter.count_calls(self.peer, self._frames.feed(step, now), now)
             if self._expecting:
                 self._frames.forget()
             allowed += len(step)
@@ -292,16 +292,16 @@ class _Client(asyncio.Protocol):
         self._expecting += number
         self._frames.forget()
         if self._held:
-            self._go_on()
+            self._retry_held()
 
-    def _go_on(self) -> None:
+    def _retry_held(self) -> None:
         """Try again what is held."""
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
         self.data_received(b"")
         if not self._held:
-            self._resume()
+            self._resume_reading()
 
     def eof_received(self) -> bool:
         # HTTP/2 has no use for a connection that is open in one direction.
@@ -322,104 +322,104 @@ class _Client(asyncio.Protocol):
 
     # --- for the other end -------------------------------------------------------------------------------------
 
-    def connected(self, library: asyncio.Transport) -> None:
+    def on_library_connected(self, library: asyncio.Transport) -> None:
         """Pass on to gRPC's library what has come until now, and what comes."""
         if self._transport is None or self._transport.is_closing() or self._is_refused:
             library.abort()
             return
         self._library = library
-        library.write(bytes(self._before))
-        self._before = bytearray()
-        self._resume()
+        library.write(bytes(self._early_data))
+        self._early_data = bytearray()
+        self._resume_reading()
 
-    def answer(self, data: bytes) -> None:
+    def on_library_data(self, data: bytes) -> None:
         """Send what gRPC's library sends."""
         if self._transport is None or self._is_refused:
             return
         messages = 0
-        for kind, flags, _, stream in self._sent.feed(data):
+        for kind, flags, _, stream in self._sent_heads.feed(data):
             messages += kind == DATA
             self._frames.answered(kind, flags, stream)
-        self._relay.calls(self.peer, -messages, time.monotonic())
-        self._frames.passed_back(len(data))
+        self._filter.count_calls(self.peer, -messages, time.monotonic())
+        self._frames.count_sent(len(data))
         self._transport.write(data)
-        if self._held and self._waiting is None and not self._frames.is_full:
-            self._go_on()
+        if self._held and self._retry_timer is None and not self._frames.is_full:
+            self._retry_held()
 
-    def end(self) -> None:
+    def on_library_closed(self) -> None:
         """Close the connection when everything has been sent: gRPC's library has closed its end."""
         if self._transport is not None:
             self._transport.close()
 
-    def library_full(self, *, is_full: bool) -> None:
+    def set_library_full(self, *, is_full: bool) -> None:
         """Read no more from the client until gRPC's library has taken what there is."""
         if is_full:
-            self._pause()
+            self._pause_reading()
         else:
-            self._resume()
+            self._resume_reading()
 
     # --- within ------------------------------------------------------------------------------------------------
 
-    def _pause(self) -> None:
+    def _pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
-    def _resume(self) -> None:
+    def _resume_reading(self) -> None:
         if not self._held and self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def _drop_held(self) -> None:
         self._held = b""
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
 
-    def _stop_clock(self) -> None:
+    def _cancel_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _refuse(self, why: str) -> None:
+    def _close_with_reason(self, reason: str) -> None:
         """Close the connection with the reason, as far as it can be told."""
         self._is_refused = True
         self._drop_held()
-        self._before = bytearray()
-        self._relay.violated(self, why)
+        self._early_data = bytearray()
+        self._filter.on_violation(self, reason)
         if self._library is not None:
             self._library.abort()
         transport = cast(asyncio.Transport, self._transport)
         transport.pause_reading()
         # Before the first frame of a server a client takes GOAWAY for a reason to connect again at once.
-        if self._library is None or not self._sent.is_between or transport.get_write_buffer_size():
+        if self._library is None or not self._sent_heads.is_at_boundary or transport.get_write_buffer_size():
             transport.abort()
             return
-        transport.write(goaway(why))
+        transport.write(goaway_frame(reason))
         transport.close()
-        self._deadline = asyncio.get_running_loop().call_later(_CLOSING_S, transport.abort)
+        self._deadline = asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, transport.abort)
 
 
 class _Library(asyncio.Protocol):
     """The connection to gRPC's library for one client."""
 
-    def __init__(self, client: _Client, forget: Any) -> None:
+    def __init__(self, client: _Client, on_closed: Any) -> None:
         self._client = client
-        self._forget = forget
+        self._on_closed = on_closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._client.connected(cast(asyncio.Transport, transport))
+        self._client.on_library_connected(cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._forget()
-        self._client.end()
+        self._on_closed()
+        self._client.on_library_closed()
 
     def data_received(self, data: bytes) -> None:
-        self._client.answer(data)
+        self._client.on_library_data(data)
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
-        self._client.library_full(is_full=True)
+        self._client.set_library_full(is_full=True)
 
     def resume_writing(self) -> None:
-        self._client.library_full(is_full=False)
+        self._client.set_library_full(is_full=False)

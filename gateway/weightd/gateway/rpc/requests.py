@@ -16,9 +16,9 @@ from weightd.gateway.model_view import VERSION
 from weightd.gateway.question import Question
 from weightd.gateway.regions import Place, Regions
 from weightd.gateway.rpc import parameters
-from weightd.gateway.rpc.calls import Call, parsed
-from weightd.gateway.rpc.cutting import cut
-from weightd.gateway.rpc.fields import check, layout_of
+from weightd.gateway.rpc.calls import Call, parse_message
+from weightd.gateway.rpc.cutting import fast_parse
+from weightd.gateway.rpc.fields import check_fields, layout_of
 from weightd.gateway.rpc.messages import INFERENCE
 from weightd.protocol import limits
 from weightd.protocol.errors import InvalidArgument, NotFound
@@ -40,7 +40,7 @@ _CONTENTS: Mapping[str, str] = {
 }
 
 # What those fields hold.
-_WIDE: Mapping[str, str] = {
+_SOURCE_DTYPES: Mapping[str, str] = {
     "bool_contents": "?",
     "int_contents": "<i4",
     "int64_contents": "<i8",
@@ -50,23 +50,23 @@ _WIDE: Mapping[str, str] = {
     "fp64_contents": "<f8",
 }
 
-_NOTHING = INFERENCE["InferTensorContents"]()
+_NO_CONTENTS = INFERENCE["InferTensorContents"]()
 
 _Request = INFERENCE["ModelInferRequest"]
 _LAYOUT = layout_of(_Request.DESCRIPTOR)
 
 # Of a message but for its raw contents, as of JSON: it takes the loop a while, in which nobody else is served.
-MOST_HEADER_BYTES = 16 * 1024 * 1024
+MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 # Of one with more fields than requests have: two bytes of it may become a message of a hundred.
-MOST_ODD_BYTES = 1024 * 1024
+MAX_UNUSUAL_BYTES = 1024 * 1024
 
-HELPER_BYTES = 16 * 1024
+PARSER_PROCESS_BYTES = 16 * 1024
 """A header that is longer is parsed by the helper process, as JSON is."""
 
 # Of a header that is remembered with what it means: a client sends the same again and again.
-_REMEMBERED_BYTES = 2048
-_REMEMBERED = 1024
+_MAX_CACHED_BYTES = 2048
+_CACHE_SIZE = 1024
 
 
 class Memory(NamedTuple):
@@ -79,8 +79,8 @@ class Memory(NamedTuple):
     """
 
     regions: Regions
-    room: Callable[[Caller, int], Any]
-    helpers: Helpers
+    allocate: Callable[[Caller, int], Any]
+    parsers: Helpers
 
 
 class Target(NamedTuple):
@@ -92,7 +92,7 @@ class Target(NamedTuple):
     """
 
     region: str
-    place: Place
+    shm_slice: Place
 
 
 class Asked(NamedTuple):
@@ -103,7 +103,7 @@ class Asked(NamedTuple):
         targets: of outputs that are not to be in the answer, by their names.
     """
 
-    question: Question
+    request: Question
     targets: Mapping[str, Target]
 
 
@@ -135,7 +135,7 @@ class Form(NamedTuple):
     id: str
 
 
-async def asked(message: bytes, call: Call, memory: Memory) -> Asked:
+async def parse_infer_request(message: bytes, call: Call, shm_resolver: Memory) -> Asked:
     """Return what the bytes of a request ask.
 
     Raises:
@@ -144,43 +144,43 @@ async def asked(message: bytes, call: Call, memory: Memory) -> Asked:
         TooLarge: what is no raw content is longer than it may be.
         ResourceExhausted: there is no room for its tensors now.
     """
-    if len(message) > HELPER_BYTES:
+    if len(message) > PARSER_PROCESS_BYTES:
         # A message that is refused for its fields costs less here than in pieces, and on its way to a helper process.
-        parsed(message, _check_fields)
-    header, request_id, contents = cut(message)
-    _check_header(len(header), MOST_ODD_BYTES if header is message else MOST_HEADER_BYTES)
-    if len(header) <= _REMEMBERED_BYTES:
-        form = _remembered(header)
-    elif len(header) <= HELPER_BYTES:
-        form = _form(header)
+        parse_message(message, _check_fields)
+    header, request_id, contents = fast_parse(message)
+    _check_header(len(header), MAX_UNUSUAL_BYTES if header is message else MAX_HEADER_BYTES)
+    if len(header) <= _MAX_CACHED_BYTES:
+        form = _parse_cached(header)
+    elif len(header) <= PARSER_PROCESS_BYTES:
+        form = _parse_template(header)
     else:
         # The copy on its way.
-        call.seat.take(len(header))
-        form = await memory.helpers.run(call.caller, len(header), _form, PickleBuffer(header))
-    question = Question(
+        call.seat.reserve(len(header))
+        form = await shm_resolver.parsers.run(call.caller, len(header), _parse_template, PickleBuffer(header))
+    request = Question(
         form.model,
-        _inputs(form, contents or [memoryview(each) for each in form.contents], call, memory),
+        _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
         form.outputs,
-        parameters.earlier(form.timeout, call.left),
+        parameters.earlier_timeout(form.timeout, call.left),
         form.priority,
         call.traceparent,
-        _id(request_id) if request_id else form.id,
+        _parse_id(request_id) if request_id else form.id,
     )
     targets = {
-        name: Target(given[parameters.REGION], parameters.place_of(given, call, memory.regions))
+        name: Target(given[parameters.REGION], parameters.shm_slice_of(given, call, shm_resolver.regions))
         for name, given in form.regions.items()
     }
-    return Asked(question, targets)
+    return Asked(request, targets)
 
 
-def _check_header(nbytes: int, most: int) -> None:
-    if nbytes > most:
-        text = f"expected at most {most} bytes beside raw_input_contents, got {nbytes}: send tensors there"
+def _check_header(nbytes: int, max_bytes: int) -> None:
+    if nbytes > max_bytes:
+        text = f"expected at most {max_bytes} bytes beside raw_input_contents, got {nbytes}: send tensors there"
         raise TooLarge(text)
 
 
 def _check_fields(message: bytes) -> None:
-    check(message, _LAYOUT)
+    check_fields(message, _LAYOUT)
 
 
 def _parse(message: bytes) -> Any:
@@ -188,25 +188,25 @@ def _parse(message: bytes) -> Any:
     return _Request.FromString(message)
 
 
-def _form(header: bytes) -> Form:
-    request = parsed(header, _parse)
+def _parse_template(header: bytes) -> Form:
+    request = parse_message(header, _parse)
     check_version(request.model_version)
-    given = parameters.values("parameters", request.parameters)
-    parameters.check(given)
-    outputs, regions = _outputs(request.outputs)
+    values = parameters.parse_parameters("parameters", request.parameters)
+    parameters.check_parameters(values)
+    outputs, regions = _parse_outputs(request.outputs)
     return Form(
         model_of(request.model_name),
-        _described(request.inputs),
+        _parse_inputs(request.inputs),
         outputs,
         regions,
-        parameters.timeout_of(given),
-        parameters.priority_of(given),
+        parameters.timeout_of(values),
+        parameters.priority_of(values),
         [*request.raw_input_contents],
-        _id(request.id.encode()),
+        _parse_id(request.id.encode()),
     )
 
 
-_remembered = functools.lru_cache(_REMEMBERED)(_form)
+_parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_template)
 
 
 def model_of(name: str) -> str:
@@ -215,7 +215,7 @@ def model_of(name: str) -> str:
     Raises:
         InvalidArgument: it is none.
     """
-    return _name("model_name", name)
+    return _check_name("model_name", name)
 
 
 def check_version(version: str) -> None:
@@ -228,77 +228,77 @@ def check_version(version: str) -> None:
         raise NotFound(f"model_version: expected {VERSION!r} or none, got {describe_value(version)}")
 
 
-def _id(given: bytes) -> str:
-    if len(given) > limits.MAX_ID_BYTES:
-        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {len(given)}")
+def _parse_id(content: bytes) -> str:
+    if len(content) > limits.MAX_ID_BYTES:
+        raise InvalidArgument(f"id: expected at most {limits.MAX_ID_BYTES} bytes, got {len(content)}")
     try:
-        return given.decode()
+        return content.decode()
     except UnicodeDecodeError:
         raise InvalidArgument("id: expected UTF-8") from None
 
 
-def _described(tensors: Sequence[Any]) -> Sequence[Input]:
-    _check_count("inputs", tensors)
+def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[Input]:
+    _check_count("inputs", input_messages)
     inputs: dict[str, Input] = {}
-    left = arrays.MOST_VALUES
-    for index, tensor in enumerate(tensors):
-        name = _name(f"inputs[{index}].name", tensor.name)
+    values_left = arrays.MAX_VALUES
+    for index, tensor in enumerate(input_messages):
+        name = _check_name(f"inputs[{index}].name", tensor.name)
         if name in inputs:
             raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
-        datatype = arrays.checked_datatype(name, tensor.datatype)
-        shape = arrays.checked_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
-        given = parameters.values(f"{label(name)}: parameters", tensor.parameters)
+        datatype = arrays.check_datatype(name, tensor.datatype)
+        shape = arrays.check_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
+        given = parameters.parse_parameters(f"{label(name)}: parameters", tensor.parameters)
         region = given if parameters.REGION in given else None
         values = None
         if tensor.HasField("contents"):
-            values = _typed(name, datatype, shape, tensor.contents, left)
-            left -= values.size
+            values = _parse_typed(name, datatype, shape, tensor.contents, values_left)
+            values_left -= values.size
         if values is not None and region is not None:
             raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
         inputs[name] = Input(name, datatype, shape, values, region)
     return tuple(inputs.values())
 
 
-def _inputs(form: Form, contents: Sequence[memoryview], call: Call, memory: Memory) -> dict[str, Array]:
+def _make_inputs(template: Form, contents: Sequence[memoryview], call: Call, shm_resolver: Memory) -> dict[str, Array]:
     inputs: dict[str, Array] = {}
-    taken = 0
-    for each in form.inputs:
+    used_contents = 0
+    for each in template.inputs:
         if each.region is not None:
-            inputs[each.name] = _shared(each, parameters.place_of(each.region, call, memory.regions), call, memory)
+            inputs[each.name] = _read_shared(each, parameters.shm_slice_of(each.region, call, shm_resolver.regions), call, shm_resolver)
         elif each.values is not None:
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
             # A byte of the message may be a value of eight.
-            call.seat.take(each.values.nbytes)
+            call.seat.reserve(each.values.nbytes)
             inputs[each.name] = each.values
-        elif taken < len(contents):
-            inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[taken])
-            taken += 1
+        elif used_contents < len(contents):
+            inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[used_contents])
+            used_contents += 1
         elif contents:
             raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
         else:
             # One without elements is said so.
-            inputs[each.name] = _typed(each.name, each.datatype, each.shape, _NOTHING, 0)
-    if taken != len(contents):
-        raise InvalidArgument(f"raw_input_contents: expected {taken}, one for each input that is not in a region")
+            inputs[each.name] = _parse_typed(each.name, each.datatype, each.shape, _NO_CONTENTS, 0)
+    if used_contents != len(contents):
+        raise InvalidArgument(f"raw_input_contents: expected {used_contents}, one for each input that is not in a region")
     return inputs
 
 
-def _shared(each: Input, place: Place, call: Call, memory: Memory) -> Array:
+def _read_shared(input_tensor: Input, shm_slice: Place, call: Call, shm_resolver: Memory) -> Array:
     """Return a tensor that is in shared memory: a copy, that nobody else changes."""
-    name, datatype, shape, _, _ = each
-    expected = arrays.size_of(name, datatype, shape)
-    if place.nbytes != expected:
+    name, datatype, shape, _, _ = input_tensor
+    expected = arrays.nbytes_of(name, datatype, shape)
+    if shm_slice.nbytes != expected:
         raise InvalidArgument(
-            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {place.nbytes}"
+            f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {shm_slice.nbytes}"
         )
-    call.seat.take(expected)
-    content = memoryview(memory.room(call.caller, expected) if expected else b"")
-    place.region.read(place.offset, content)
+    call.seat.reserve(expected)
+    content = memoryview(shm_resolver.allocate(call.caller, expected) if expected else b"")
+    shm_slice.region.read(shm_slice.offset, content)
     return arrays.from_bytes(name, datatype, shape, content)
 
 
-def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any, most: int) -> Array:
+def _parse_typed(name: str, datatype: str, shape: Sequence[int], contents: Any, max_values: int) -> Array:
     """Return the tensor whose values are in the field for its datatype, and in no other one; so many at most."""
     expected = _CONTENTS.get(datatype)
     if expected is None:
@@ -306,20 +306,20 @@ def _typed(name: str, datatype: str, shape: Sequence[int], contents: Any, most: 
     for field, _ in contents.ListFields():
         if field.name != expected:
             raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
-    return arrays.from_typed(name, datatype, shape, getattr(contents, expected), _WIDE[expected], most)
+    return arrays.from_typed(name, datatype, shape, getattr(contents, expected), _SOURCE_DTYPES[expected], max_values)
 
 
-def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:
-    if not wanted:
+def _parse_outputs(output_messages: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str, Mapping[str, Any]]]:
+    if not output_messages:
         return None, {}
-    _check_count("outputs", wanted)
+    _check_count("outputs", output_messages)
     names: list[str] = []
     regions: dict[str, Mapping[str, Any]] = {}
-    for index, output in enumerate(wanted):
-        name = _name(f"outputs[{index}].name", output.name)
+    for index, output in enumerate(output_messages):
+        name = _check_name(f"outputs[{index}].name", output.name)
         if name in names:
             raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
-        given = parameters.values(f"{label(name)}: parameters", output.parameters)
+        given = parameters.parse_parameters(f"{label(name)}: parameters", output.parameters)
         if given.get("classification"):
             raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
         if parameters.REGION in given:
@@ -328,12 +328,12 @@ def _outputs(wanted: Sequence[Any]) -> tuple[tuple[str, ...] | None, Mapping[str
     return tuple(names), regions
 
 
-def _check_count(field: str, tensors: Sequence[Any]) -> None:
-    if len(tensors) > limits.MAX_TENSORS:
-        raise InvalidArgument(f"{field}: expected at most {limits.MAX_TENSORS}, got {len(tensors)}")
+def _check_count(field: str, messages: Sequence[Any]) -> None:
+    if len(messages) > limits.MAX_TENSORS:
+        raise InvalidArgument(f"{field}: expected at most {limits.MAX_TENSORS}, got {len(messages)}")
 
 
-def _name(field: str, name: str) -> str:
+def _check_name(field: str, name: str) -> str:
     size = len(name.encode())
     if not 0 < size <= limits.MAX_NAME_BYTES:
         raise InvalidArgument(f"{field}: expected 1 to {limits.MAX_NAME_BYTES} bytes, got {size}")

@@ -13,13 +13,13 @@ from weightd.protocol.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 
-MOST_STREAMS = 256
+MAX_STREAMS = 256
 """Of all callers. Each is idle most of the time, and costs some kilobytes."""
 
-MOST_WATCHING = 256
+MAX_WATCH_STREAMS = 256
 """Of those who watch the health of the gateway, without a token: they leave those alone who have one."""
 
-MOST_REFLECTING = 8
+MAX_REFLECTION_STREAMS = 8
 """Of those who ask which methods there are, likewise: a message that each has begun may be as long as any."""
 
 
@@ -30,27 +30,27 @@ class Streams:
         most: of them.
     """
 
-    def __init__(self, most: int = MOST_STREAMS) -> None:
-        self._most = most
-        self._shares = Shares(most)
+    def __init__(self, max_streams: int = MAX_STREAMS) -> None:
+        self._max_streams = max_streams
+        self._limit = Shares(max_streams)
         self._waiting: set[asyncio.Task[object]] = set()
-        self._is_ending = False
+        self._is_stopping = False
 
     @contextlib.contextmanager
-    def one(self, caller: Caller | None) -> Generator[None, None, None]:
+    def admit(self, caller: Caller | None) -> Generator[None, None, None]:
         """Have one within the block; None: of whoever asks.
 
         Raises:
             ResourceExhausted: there are as many as there may be.
         """
-        if not self._shares.take(caller):
-            raise ResourceExhausted(f"the caller has its share of {self._most} such streams open at this gateway")
+        if not self._limit.take(caller):
+            raise ResourceExhausted(f"the caller has its share of {self._max_streams} such streams open at this gateway")
         try:
             yield
         finally:
-            self._shares.give(caller)
+            self._limit.release(caller)
 
-    async def wait(self, for_what: Callable[[], Awaitable[T]]) -> T:
+    async def wait(self, start_wait: Callable[[], Awaitable[T]]) -> T:
         """Wait for what need not happen, and return what comes of it.
 
         Raises:
@@ -59,18 +59,18 @@ class Streams:
         task = cast("asyncio.Task[object]", asyncio.current_task())
         self._waiting.add(task)
         try:
-            if self._is_ending:
+            if self._is_stopping:
                 raise asyncio.CancelledError
-            return await for_what()
+            return await start_wait()
         except asyncio.CancelledError:
-            if self._is_ending:
+            if self._is_stopping:
                 raise Unavailable("the gateway stops") from None
             raise
         finally:
             self._waiting.discard(task)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End what waits; what does something first finishes that."""
-        self._is_ending = True
+        self._is_stopping = True
         for task in [*self._waiting]:
             task.cancel()

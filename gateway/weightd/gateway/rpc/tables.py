@@ -36,7 +36,7 @@ _PARAMETERS = "parameters {InferParameter}"
 _CHOICE = (
     "1 bool_param bool@parameter_choice, 2 int64_param int64@parameter_choice, 3 string_param string@parameter_choice"
 )
-_LOADED = "1 repository_name string, 2 model_name string, 3 parameters {ModelRepositoryParameter}"
+_LOAD_REQUEST = "1 repository_name string, 2 model_name string, 3 parameters {ModelRepositoryParameter}"
 _LOG_SETTING = (
     "1 bool_param bool@parameter_choice, 2 uint32_param uint32@parameter_choice, 3 string_param string@parameter_choice"
 )
@@ -118,9 +118,9 @@ INFERENCE = Table(
         "RepositoryIndexRequest": "1 repository_name string, 2 ready bool",
         "RepositoryIndexResponse": "1 models RepositoryIndexResponse.ModelIndex*",
         "RepositoryIndexResponse.ModelIndex": "1 name string, 2 version string, 3 state string, 4 reason string",
-        "RepositoryModelLoadRequest": _LOADED,
+        "RepositoryModelLoadRequest": _LOAD_REQUEST,
         "RepositoryModelLoadResponse": "",
-        "RepositoryModelUnloadRequest": _LOADED,
+        "RepositoryModelUnloadRequest": _LOAD_REQUEST,
         "RepositoryModelUnloadResponse": "",
         # Tensors in shared memory.
         "SystemSharedMemoryStatusRequest": "1 name string",
@@ -192,7 +192,7 @@ HEALTH = Table(
 )
 
 
-def _reflection(version: str) -> Table:
+def _reflection_file(version: str) -> Table:
     return Table(
         file=f"weightd/reflection_{version}.proto",
         package=f"grpc.reflection.{version}",
@@ -220,8 +220,8 @@ def _reflection(version: str) -> Table:
 
 
 # By which grpcurl and others find out what there is. Those who know the older one alone are many.
-REFLECTION = _reflection("v1")
-OLD_REFLECTION = _reflection("v1alpha")
+REFLECTION = _reflection_file("v1")
+REFLECTION_V1ALPHA = _reflection_file("v1alpha")
 
 # What `grpc-status-details-bin` has: an error, and after which time to ask again.
 STATUS = Table(

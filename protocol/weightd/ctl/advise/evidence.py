@@ -18,8 +18,8 @@ class Difference(NamedTuple):
     """
 
     rows: int
-    largest: float
-    relative: float
+    max_difference: float
+    max_relative: float
 
 
 class Evidence:
@@ -33,62 +33,62 @@ class Evidence:
     """
 
     def __init__(self) -> None:
-        self.compared = 0
-        self.unequal = 0
+        self.rows_compared = 0
+        self.rows_unequal = 0
         self.differences: Dict[str, Difference] = {}
-        self.strange: Dict[str, str] = {}
+        self.shape_mismatches: Dict[str, str] = {}
 
     @property
     def is_equal(self) -> bool:
         """Whether nothing was found that differs."""
-        return not self.unequal and not self.strange
+        return not self.rows_unequal and not self.shape_mismatches
 
     @property
-    def relative(self) -> float:
+    def max_relative(self) -> float:
         """The largest of the differences, as a share of the row's largest value."""
-        return max((each.relative for each in self.differences.values()), default=0.0)
+        return max((each.max_relative for each in self.differences.values()), default=0.0)
 
-    def compare(self, together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]) -> None:
+    def compare(self, merged: Mapping[str, Any], single: Sequence[Mapping[str, Any]]) -> None:
         """Compare the outputs of some rows with those of each of them."""
-        unequal: List[bool] = [False] * len(alone)
-        self.compared += len(alone)
-        for name, array in together.items():
-            if array.ndim == 0 or len(array) != len(alone):
-                self.strange[name] = f"{list(array.shape)} for {len(alone)} rows"
+        unequal: List[bool] = [False] * len(single)
+        self.rows_compared += len(single)
+        for name, array in merged.items():
+            if array.ndim == 0 or len(array) != len(single):
+                self.shape_mismatches[name] = f"{list(array.shape)} for {len(single)} rows"
                 continue
-            for index, each in enumerate(alone):
+            for index, each in enumerate(single):
                 row = array[index : index + 1]
                 if row.shape != each[name].shape:
-                    self.strange[name] = f"{list(row.shape)} for a row that has {list(each[name].shape)} alone"
+                    self.shape_mismatches[name] = f"{list(row.shape)} for a row that has {list(each[name].shape)} alone"
                 elif row.tobytes() != each[name].tobytes():
                     unequal[index] = True
                     self._add(name, row, each[name])
-        self.unequal += sum(unequal)
+        self.rows_unequal += sum(unequal)
 
-    def _add(self, name: str, row: Any, alone: Any) -> None:
+    def _add(self, name: str, row: Any, single: Any) -> None:
         found = self.differences.get(name, Difference(0, 0.0, 0.0))
-        largest = distance(row, alone)
-        relative = share(largest, alone)
-        self.differences[name] = Difference(found.rows + 1, max(found.largest, largest), max(found.relative, relative))
+        largest = max_difference(row, single)
+        relative = relative_difference(largest, single)
+        self.differences[name] = Difference(found.rows + 1, max(found.max_difference, largest), max(found.max_relative, relative))
 
 
-def distance(row: Any, alone: Any) -> float:
+def max_difference(row: Any, single: Any) -> float:
     """Return the largest difference of two values in the same place; infinite where only one is a number."""
     # Numbers that are none, and differences that are none, are looked at below.
     with np.errstate(invalid="ignore", over="ignore"):
-        one, other = (np.asarray(each, np.float64).reshape(-1) for each in (row, alone))
-        apart = np.abs(one - other)
+        one, other = (np.asarray(each, np.float64).reshape(-1) for each in (row, single))
+        differences = np.abs(one - other)
     # The same infinity twice is no difference, and neither is no number twice.
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    apart[np.isnan(apart)] = math.inf
-    return float(apart.max())
+    differences[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    differences[np.isnan(differences)] = math.inf
+    return float(differences.max())
 
 
-def share(largest: float, alone: Any) -> float:
+def relative_difference(difference: float, single: Any) -> float:
     """Return a difference as a share of the largest value; infinite where that is 0."""
-    if not largest:
+    if not difference:
         return 0.0
     with np.errstate(invalid="ignore"):
-        values = np.abs(np.asarray(alone, np.float64))
+        values = np.abs(np.asarray(single, np.float64))
     scale = float(values[np.isfinite(values)].max(initial=0.0))
-    return largest / scale if scale else math.inf
+    return difference / scale if scale else math.inf

@@ -10,17 +10,17 @@ import numpy as np
 
 from weightd.client.client import Client
 from weightd.ctl.advise.evidence import Evidence
-from weightd.ctl.advise.rounds import Slice, block, blocks
+from weightd.ctl.advise.rounds import Slice, block_requests, count_blocks
 from weightd.ctl.advise.rule import Size
 from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.measuring.counters import counted, is_cut
+from weightd.ctl.measuring.counters import read_counters, has_split
 from weightd.ctl.measuring.samples import Arrays
 from weightd.protocol.errors import Internal, InvalidArgument
 
 Outputs = Mapping[str, Any]
 
 # A request goes from client to daemon to worker and back; a question that the daemon answers itself half of that.
-WAY_ROUNDS = 2
+OVERHEAD_PINGS = 2
 
 
 class Plan(NamedTuple):
@@ -37,8 +37,8 @@ class Plan(NamedTuple):
     model: str
     sizes: Sequence[int]
     source: Union[MadeUp, FromFile]
-    different: int
-    seconds: float
+    min_distinct_rows: int
+    min_seconds: float
 
 
 class Measuring:
@@ -52,83 +52,83 @@ class Measuring:
     def __init__(self, client: Client, plan: Plan) -> None:
         self._client = client
         self._plan = plan
-        self._rounds: List[float] = []
-        self._seconds: Dict[int, List[float]] = {size: [] for size in plan.sizes}
-        self._evidence: Dict[int, Evidence] = {size: Evidence() for size in plan.sizes}
-        self._refused: Dict[int, str] = {}
-        self._split: Dict[int, bool] = {}
+        self._ping_times_s: List[float] = []
+        self._request_times_s: Dict[int, List[float]] = {size: [] for size in plan.sizes}
+        self._comparisons: Dict[int, Evidence] = {size: Evidence() for size in plan.sizes}
+        self._refusals: Dict[int, str] = {}
+        self._is_split: Dict[int, bool] = {}
 
     @property
-    def sizes(self) -> List[Size]:
+    def results(self) -> List[Size]:
         """What is known, in ascending order; of a size that was refused, why."""
-        way = WAY_ROUNDS * _median(self._rounds)
+        overhead_s = OVERHEAD_PINGS * _median(self._ping_times_s)
         return [
             Size(
                 size,
-                _median(self._seconds[size]),
-                way,
-                len(self._seconds[size]),
-                self._evidence[size],
-                self._split.get(size, False),
-                self._refused.get(size, ""),
+                _median(self._request_times_s[size]),
+                overhead_s,
+                len(self._request_times_s[size]),
+                self._comparisons[size],
+                self._is_split.get(size, False),
+                self._refusals.get(size, ""),
             )
             for size in self._plan.sizes
         ]
 
-    def run(self, told: Callable[[int, int], None]) -> None:
+    def run(self, on_progress: Callable[[int, int], None]) -> None:
         """Ask until there is enough; `told` is called with how many rows have been compared, and how many will be.
 
         Raises:
             RequestError: a request was not answered, and not because of its rows.
         """
         begin = time.monotonic()
-        sizes = self._accepted()
+        sizes = self._warm_up()
         length = sizes[-1]
-        number = blocks(sizes, self._plan.different)
+        block_count = count_blocks(sizes, self._plan.min_distinct_rows)
         for done in itertools.count():
-            if done >= number and time.monotonic() - begin >= self._plan.seconds:
+            if done >= block_count and time.monotonic() - begin >= self._plan.min_seconds:
                 return
-            for each in self._block(sizes, done):
-                told(done * length + each.end, number * length)
+            for each in self._measure_block(sizes, done):
+                on_progress(done * length + each.end, block_count * length)
 
-    def _accepted(self) -> List[int]:
+    def _warm_up(self) -> List[int]:
         """Ask for each size once, which is the warm-up, and return those that are answered."""
         rows = self._plan.source.block(0, self._plan.sizes[-1])
         accepted: List[int] = []
         for size in self._plan.sizes:
-            before = counted(self._client.status(), self._plan.model)
+            before = read_counters(self._client.status(), self._plan.model)
             try:
-                self._ask(rows, Slice(size, 0))
+                self._infer(rows, Slice(size, 0))
             except (InvalidArgument, Internal) as error:
                 if size == 1:
                     raise
-                self._refused[size] = str(error)
+                self._refusals[size] = str(error)
             else:
                 accepted.append(size)
-                after = counted(self._client.status(), self._plan.model)
-                self._split[size] = is_cut(before, after)
+                after = read_counters(self._client.status(), self._plan.model)
+                self._is_split[size] = has_split(before, after)
         return accepted
 
-    def _block(self, sizes: Sequence[int], number: int) -> Iterator[Slice]:
+    def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[Slice]:
         """Ask for the rows of a block in each size; yield what has been compared."""
         rows = self._plan.source.block(number, sizes[-1])
-        alone: List[Outputs] = []
-        for each in block(sizes):
+        single: List[Outputs] = []
+        for each in block_requests(sizes):
             begin = time.monotonic()
-            outputs = self._ask(rows, each)
+            outputs = self._infer(rows, each)
             end = time.monotonic()
-            self._seconds[each.rows].append(end - begin)
+            self._request_times_s[each.rows].append(end - begin)
             if each.rows == 1:
-                alone.append(outputs)
+                single.append(outputs)
                 self._client.ready(self._plan.model)
-                self._rounds.append(time.monotonic() - end)
+                self._ping_times_s.append(time.monotonic() - end)
             else:
-                self._evidence[each.rows].compare(outputs, alone[each.first : each.end])
+                self._comparisons[each.rows].compare(outputs, single[each.first : each.end])
             yield each
-        self._evidence[1].compare(self._ask(rows, Slice(1, 0)), alone[:1])
+        self._comparisons[1].compare(self._infer(rows, Slice(1, 0)), single[:1])
 
-    def _ask(self, rows: Arrays, which: Slice) -> Outputs:
-        inputs = {name: array[which.first : which.end] for name, array in rows.items()}
+    def _infer(self, rows: Arrays, row_slice: Slice) -> Outputs:
+        inputs = {name: array[row_slice.first : row_slice.end] for name, array in rows.items()}
         return self._client.infer(self._plan.model, inputs)
 
 

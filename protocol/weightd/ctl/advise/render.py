@@ -7,19 +7,19 @@ import math
 import re
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightd.ctl.advise.rule import Advice, Size, Verdict, gain, is_too_quick
+from weightd.ctl.advise.rule import Advice, Size, Verdict, gain, is_overhead_dominated
 from weightd.ctl.text import clean, count, paragraph, table
 
 _HEADING = ("ROWS", "MS", "ROWS/s", "GAIN", "LATENCY", "BITS")
 _NONE = "-"
-_WORDS = {
+_VERDICT_TEXTS = {
     Verdict.MERGE: "Merge",
     Verdict.INEXACT: "Merge only if exactness does not matter",
     Verdict.NO: "Do not merge",
 }
 
 
-def configuration(model: str, advice: Advice) -> str:
+def config_text(model: str, advice: Advice) -> str:
     """Return what to write into the configuration; "" where nothing is to be."""
     if advice.verdict is Verdict.NO:
         return ""
@@ -31,7 +31,7 @@ def configuration(model: str, advice: Advice) -> str:
     return "\n".join(lines)
 
 
-def render(model: str, sizes: Sequence[Size], advice: Advice, different: Optional[int]) -> str:
+def render(model: str, sizes: Sequence[Size], advice: Advice, distinct_rows: Optional[int]) -> str:
     """Return a table, what should be known of its rows, and what is advised.
 
     Args:
@@ -41,60 +41,60 @@ def render(model: str, sizes: Sequence[Size], advice: Advice, different: Optiona
         different: how many different rows there are; None: no end of them.
     """
     one = sizes[0]
-    compared = max(size.evidence.compared for size in sizes)
-    among = f", {different:,} of them different" if different is not None and different < compared else ""
-    lines = [f"{clean(model)}: one request at a time, {count(compared, 'row')} compared{among}", ""]
+    compared = max(size.comparison.rows_compared for size in sizes)
+    distinct_text = f", {distinct_rows:,} of them different" if distinct_rows is not None and distinct_rows < compared else ""
+    lines = [f"{clean(model)}: one request at a time, {count(compared, 'row')} compared{distinct_text}", ""]
     lines += table([_HEADING, *(_row(size, one) for size in sizes if size.answers)], 0, "")
-    lines += ["", f"{one.way * 1e3:.2f} ms of each is the way to the worker and back; GAIN is without it"]
+    lines += ["", f"{one.overhead_s * 1e3:.2f} ms of each is the way to the worker and back; GAIN is without it"]
     lines += _remarks(sizes)
-    lines += ["", *paragraph(_WORDS[advice.verdict], advice.reason, "")]
-    text = configuration(model, advice)
+    lines += ["", *paragraph(_VERDICT_TEXTS[advice.verdict], advice.reason, "")]
+    text = config_text(model, advice)
     return "\n".join([*lines, "", *(f"  {line}" for line in text.splitlines())] if text else lines)
 
 
 def _row(size: Size, one: Size) -> List[str]:
     return [
         f"{size.rows:,}",
-        f"{size.seconds * 1e3:,.2f}",
-        f"{size.rows / size.seconds:,.1f}",
-        _NONE if is_too_quick(one) else f"{gain(size, one):.2f}",
-        f"{size.seconds / one.seconds:.2f}",
-        _bits(size),
+        f"{size.median_s * 1e3:,.2f}",
+        f"{size.rows / size.median_s:,.1f}",
+        _NONE if is_overhead_dominated(one) else f"{gain(size, one):.2f}",
+        f"{size.median_s / one.median_s:.2f}",
+        _bits_cell(size),
     ]
 
 
-def _bits(size: Size) -> str:
-    found = size.evidence
-    if found.strange:
+def _bits_cell(size: Size) -> str:
+    comparison = size.comparison
+    if comparison.shape_mismatches:
         return "other shape"
-    if not found.compared:
+    if not comparison.rows_compared:
         return _NONE
-    return f"{found.unequal:,} of {found.compared:,} differ" if found.unequal else "equal"
+    return f"{comparison.rows_unequal:,} of {comparison.rows_compared:,} differ" if comparison.rows_unequal else "equal"
 
 
 def _remarks(sizes: Sequence[Size]) -> Iterator[str]:
     for size in sizes:
-        if size.refused:
-            yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refused.rstrip(), "")
+        if size.refusal:
+            yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refusal.rstrip(), "")
         if size.is_split:
             yield f"{count(size.rows, 'row')}: the daemon cuts such requests ([models.X.split]): no single execution"
-    outputs = dict.fromkeys(name for size in sizes for name in (*size.evidence.strange, *size.evidence.differences))
-    for name in outputs:
-        yield from _output(name, sizes)
+    output_names = dict.fromkeys(name for size in sizes for name in (*size.comparison.shape_mismatches, *size.comparison.differences))
+    for name in output_names:
+        yield from _output_remarks(name, sizes)
 
 
-def _output(name: str, sizes: Sequence[Size]) -> Iterator[str]:
+def _output_remarks(name: str, sizes: Sequence[Size]) -> Iterator[str]:
     """What is to be said of an output, all sizes taken together."""
-    strange = [(size.rows, size.evidence.strange[name]) for size in sizes if name in size.evidence.strange]
-    for rows, found in strange[:1]:
+    mismatches = [(size.rows, size.comparison.shape_mismatches[name]) for size in sizes if name in size.comparison.shape_mismatches]
+    for rows, found in mismatches[:1]:
         yield f"output {clean(name)}, from {count(rows, 'row')} on: {found}"
-    apart = [(size.rows, size.evidence.differences[name]) for size in sizes if name in size.evidence.differences]
-    if apart:
-        largest = max(found.largest for _, found in apart)
-        relative = max(found.relative for _, found in apart)
-        alone = ", when it is asked for again" if apart[0][0] == 1 else ""
+    differences = [(size.rows, size.comparison.differences[name]) for size in sizes if name in size.comparison.differences]
+    if differences:
+        largest = max(found.max_difference for _, found in differences)
+        relative = max(found.max_relative for _, found in differences)
+        alone = ", when it is asked for again" if differences[0][0] == 1 else ""
         yield (
-            f"output {clean(name)}, from {count(apart[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at most, "
+            f"output {clean(name)}, from {count(differences[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at most, "
             f"{relative:.2g} of the largest value of a row"
         )
 
@@ -103,44 +103,44 @@ def as_json(model: str, sizes: Sequence[Size], advice: Advice) -> Dict[str, Any]
     """Return the same as a dictionary."""
     return {
         "model_name": model,
-        "way_us": sizes[0].way * 1e6,
-        "sizes": [_size(size, sizes[0]) for size in sizes],
+        "way_us": sizes[0].overhead_s * 1e6,
+        "sizes": [_size_json(size, sizes[0]) for size in sizes],
         "advice": {
             "verdict": advice.verdict.value,
             "max_rows": advice.max_rows,
             "sizes": list(advice.sizes),
             "reason": advice.reason,
-            "configuration": configuration(model, advice),
+            "configuration": config_text(model, advice),
         },
     }
 
 
-def _size(size: Size, one: Size) -> Dict[str, Any]:
-    found = size.evidence
-    told: Dict[str, Any] = {
+def _size_json(size: Size, one: Size) -> Dict[str, Any]:
+    comparison = size.comparison
+    fields: Dict[str, Any] = {
         "rows": size.rows,
         "answers": size.answers,
-        "p50_us": size.seconds * 1e6 if size.answers else None,
-        "rows_per_s": size.rows / size.seconds if size.answers else None,
-        "gain": gain(size, one) if size.answers and not is_too_quick(one) else None,
-        "bits_equal": found.is_equal if found.compared else None,
-        "rows_compared": found.compared,
-        "rows_unequal": found.unequal,
+        "p50_us": size.median_s * 1e6 if size.answers else None,
+        "rows_per_s": size.rows / size.median_s if size.answers else None,
+        "gain": gain(size, one) if size.answers and not is_overhead_dominated(one) else None,
+        "bits_equal": comparison.is_equal if comparison.rows_compared else None,
+        "rows_compared": comparison.rows_compared,
+        "rows_unequal": comparison.rows_unequal,
         "split": size.is_split,
-        "refused": size.refused,
+        "refused": size.refusal,
     }
-    told["outputs"] = [
+    fields["outputs"] = [
         {
             "name": name,
             "rows_unequal": apart.rows,
-            "largest_difference": _number(apart.largest),
-            "relative_difference": _number(apart.relative),
+            "largest_difference": _json_number(apart.max_difference),
+            "relative_difference": _json_number(apart.max_relative),
         }
-        for name, apart in found.differences.items()
-    ] + [{"name": name, "shape": shape} for name, shape in found.strange.items()]
-    return told
+        for name, apart in comparison.differences.items()
+    ] + [{"name": name, "shape": shape} for name, shape in comparison.shape_mismatches.items()]
+    return fields
 
 
-def _number(value: float) -> Any:
+def _json_number(value: float) -> Any:
     """JSON has no word for infinity."""
     return value if math.isfinite(value) else "Infinity"

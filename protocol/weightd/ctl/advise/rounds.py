@@ -22,7 +22,7 @@ class Slice(NamedTuple):
         return self.first + self.rows
 
 
-def block(sizes: Sequence[int]) -> List[Slice]:
+def block_requests(sizes: Sequence[int]) -> List[Slice]:
     """Return the requests for as many rows as the largest size has: each row is in one of each size, or in two.
 
     A row has been asked for alone, if 1 is one of the sizes, before it is in a larger one.
@@ -32,6 +32,6 @@ def block(sizes: Sequence[int]) -> List[Slice]:
     return sorted(slices, key=lambda each: (each.end, each.rows))
 
 
-def blocks(sizes: Sequence[int], different: int) -> int:
+def count_blocks(sizes: Sequence[int], min_rows: int) -> int:
     """Return how many blocks have at least so many rows."""
-    return -(-different // max(sizes))
+    return -(-min_rows // max(sizes))

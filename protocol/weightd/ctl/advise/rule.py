@@ -24,10 +24,10 @@ from typing import List, NamedTuple, Sequence, Tuple
 
 from weightd.ctl.advise.evidence import Evidence
 
-AT_ROWS = 8
-LEAST_GAIN = 1.3
+GAIN_ROWS = 8
+MIN_GAIN = 1.3
 ENOUGH_OF_BEST = 0.9
-ROUNDING = 0.01
+ROUNDING_TOLERANCE = 0.01
 
 
 class Size(NamedTuple):
@@ -44,17 +44,17 @@ class Size(NamedTuple):
     """
 
     rows: int
-    seconds: float
-    way: float
+    median_s: float
+    overhead_s: float
     answers: int
-    evidence: Evidence
+    comparison: Evidence
     is_split: bool = False
-    refused: str = ""
+    refusal: str = ""
 
     @property
     def model_s(self) -> float:
         """How long the model takes for it; where that is next to nothing, this is a guess."""
-        return max(self.seconds - self.way, 0.01 * self.seconds)
+        return max(self.median_s - self.overhead_s, 0.01 * self.median_s)
 
     @property
     def is_measured(self) -> bool:
@@ -88,14 +88,14 @@ class Advice(NamedTuple):
     sample: str = ""
 
 
-def refused(note: str) -> Advice:
+def not_batched(note: str) -> Advice:
     """Return what is advised where the daemon does not batch requests, for the reason that `note` gives."""
     return Advice(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
 
 
-def is_too_quick(one: Size) -> bool:
+def is_overhead_dominated(one: Size) -> bool:
     """Whether the model takes less for one row than its way: then nothing can be told of it, or gained."""
-    return one.model_s < one.way
+    return one.model_s < one.overhead_s
 
 
 def gain(size: Size, one: Size) -> float:
@@ -108,85 +108,85 @@ def is_worth_its_latency(size: Size, one: Size) -> bool:
     return gain(size, one) >= 2 * size.rows / (size.rows + 1)
 
 
-def advise(sizes: Sequence[Size]) -> Advice:
+def recommend(sizes: Sequence[Size]) -> Advice:
     """Return what follows from sizes in ascending order, the first of which is 1, and measured."""
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
-    worth = [size for size in measured if is_worth_its_latency(size, one)]
-    against = _against(one, measured) or _mixes(sizes, measured) or _too_slow(one, measured, worth)
-    if against:
-        return Advice(Verdict.NO, 1, (), against)
-    for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING)):
-        allowed = _up_to_a_difference(sizes, worth, share)
+    worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
+    objection = _shape_objection(one, measured) or _mixing_objection(sizes, measured) or _gain_objection(one, measured, worthwhile)
+    if objection:
+        return Advice(Verdict.NO, 1, (), objection)
+    for verdict, share in ((Verdict.MERGE, 0.0), (Verdict.INEXACT, ROUNDING_TOLERANCE)):
+        allowed = _below_first_difference(sizes, worthwhile, share)
         if allowed:
             best = _best(allowed, one)
-            return Advice(verdict, best.rows, _only(sizes, best.rows), _compared(best, one) + _NOTES[verdict])
-    return Advice(Verdict.NO, 1, (), f"{_MIXES}, and with fewer of them it does not pay")
+            return Advice(verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict])
+    return Advice(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
 
 
-_MIXES = "the answer to a row hangs on the rows beside it, by more than rounding"
+_MIXING_REASON = "the answer to a row hangs on the rows beside it, by more than rounding"
 _NOTES = {
     Verdict.MERGE: "; no bit differs",
     Verdict.INEXACT: "; bits differ by rounding: where that does not matter, exact = false allows it",
 }
 
 
-def _against(one: Size, measured: Sequence[Size]) -> str:
+def _shape_objection(one: Size, measured: Sequence[Size]) -> str:
     """Why requests cannot be merged, whatever it brings; "" if they can."""
     for size in (one, *measured):
-        for name, found in size.evidence.strange.items():
+        for name, found in size.comparison.shape_mismatches.items():
             return f"output {name} has no row for each row of the inputs: {found}"
     return "" if measured else "no request of more than one row was answered by one execution"
 
 
-def _mixes(sizes: Sequence[Size], measured: Sequence[Size]) -> str:
+def _mixing_objection(sizes: Sequence[Size], measured: Sequence[Size]) -> str:
     """Why merged answers would be wrong, however few the rows; "" if not."""
-    if _up_to_a_difference(sizes, measured, ROUNDING):
+    if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
         return ""
-    if sizes[0].evidence.relative > ROUNDING:
+    if sizes[0].comparison.max_relative > ROUNDING_TOLERANCE:
         return "the same row alone has another answer each time: nothing can be said of rows together"
-    return f"{_MIXES}: merged answers would be wrong"
+    return f"{_MIXING_REASON}: merged answers would be wrong"
 
 
-def _too_slow(one: Size, measured: Sequence[Size], worth: Sequence[Size]) -> str:
+def _gain_objection(one: Size, measured: Sequence[Size], worthwhile: Sequence[Size]) -> str:
     """Why it does not pay; "" if it does."""
-    if is_too_quick(one):
+    if is_overhead_dominated(one):
         return (
-            f"one row takes the model less than the {one.way * 1e3:.2f} ms of its way to the worker and back, and that "
+            f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back, and that "
             "stays as it is"
         )
-    least = [size for size in measured if size.rows <= AT_ROWS] or measured[:1]
-    judged = least[-1]
-    if gain(judged, one) < LEAST_GAIN:
-        return f"{_compared(judged, one)}; below {LEAST_GAIN} times it does not pay"
-    if not worth:
-        return f"{_compared(judged, one)}: even requests that wait are answered sooner one after another"
+    candidates = [size for size in measured if size.rows <= GAIN_ROWS] or measured[:1]
+    reference = candidates[-1]
+    if gain(reference, one) < MIN_GAIN:
+        return f"{_gain_text(reference, one)}; below {MIN_GAIN} times it does not pay"
+    if not worthwhile:
+        return f"{_gain_text(reference, one)}: even requests that wait are answered sooner one after another"
     return ""
 
 
-def _up_to_a_difference(sizes: Sequence[Size], worth: Sequence[Size], relative: float) -> List[Size]:
+def _below_first_difference(sizes: Sequence[Size], candidates: Sequence[Size], relative: float) -> List[Size]:
     """Those of `worth` below the first size at which rows differ by more, for a request may have any of them."""
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
-    return [size for size in worth if size.rows < end]
+    return [size for size in candidates if size.rows < end]
 
 
 def _differs(size: Size, relative: float) -> bool:
-    return not size.evidence.is_equal if not relative else size.evidence.relative > relative
+    return not size.comparison.is_equal if not relative else size.comparison.max_relative > relative
 
 
 def _best(sizes: Sequence[Size], one: Size) -> Size:
-    most = max(gain(size, one) for size in sizes)
-    return next(size for size in sizes if gain(size, one) >= ENOUGH_OF_BEST * most)
+    max_gain = max(gain(size, one) for size in sizes)
+    return next(size for size in sizes if gain(size, one) >= ENOUGH_OF_BEST * max_gain)
 
 
-def _only(sizes: Sequence[Size], most: int) -> Tuple[int, ...]:
+def _accepted_sizes(sizes: Sequence[Size], max_rows: int) -> Tuple[int, ...]:
     """The sizes that the model takes up to there, if it has refused one of those."""
-    below = [size for size in sizes if size.rows <= most]
-    return tuple(size.rows for size in below if not size.refused) if any(size.refused for size in below) else ()
+    below = [size for size in sizes if size.rows <= max_rows]
+    return tuple(size.rows for size in below if not size.refusal) if any(size.refusal for size in below) else ()
 
 
-def _compared(size: Size, one: Size) -> str:
+def _gain_text(size: Size, one: Size) -> str:
     return (
         f"{size.rows} rows together bring {gain(size, one):.2f} times the rows/s of single ones, at "
-        f"{size.seconds / one.seconds:.2f} times the latency"
+        f"{size.median_s / one.median_s:.2f} times the latency"
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightd.ctl import arrays
 from weightd.ctl.measuring.samples import Arrays
-from weightd.ctl.measuring.shapes import told
+from weightd.ctl.measuring.shapes import describe
 from weightd.ctl.text import clean
 from weightd.ctl.verb import BadInput
 from weightd.protocol.messages.data import TensorSignature, TensorSpec
@@ -29,7 +29,7 @@ class MadeUp:
         shapes: of the inputs, by name, with one row.
     """
 
-    different: Optional[int] = None
+    distinct_rows: Optional[int] = None
     sample: Optional[Arrays] = None
 
     def __init__(self, specs: Sequence[TensorSpec], kind: Kind = Kind.SCALED) -> None:
@@ -39,8 +39,8 @@ class MadeUp:
 
     def block(self, number: int, rows: int) -> Arrays:
         """Return the rows of a block of so many."""
-        made = TestRows(self._inputs, self.shapes, kind=self.kind, max_rows=rows, first_index=number * rows)
-        return made.select([row % made.count for row in range(rows)])
+        test_rows = TestRows(self._inputs, self.shapes, kind=self.kind, max_rows=rows, first_index=number * rows)
+        return test_rows.select([row % test_rows.count for row in range(rows)])
 
 
 class FromFile:
@@ -60,32 +60,32 @@ class FromFile:
     """
 
     def __init__(self, path: str, inputs: Sequence[TensorSignature]) -> None:
-        with arrays.opened(path) as file:
-            self.sample: Arrays = arrays.load_several(path, file)
-        lengths = {_checked(path, self.sample, each) for each in inputs}
+        with arrays.open_input(path) as file:
+            self.sample: Arrays = arrays.load_all(path, file)
+        lengths = {_check_array(path, self.sample, each) for each in inputs}
         if len(lengths) != 1 or not min(lengths):
             raise BadInput(f"{path}: expected as many rows of each input, at least 1, got {sorted(lengths)}")
         self._length = lengths.pop()
-        self.different: Optional[int] = self._length
+        self.distinct_rows: Optional[int] = self._length
         self._names = [each.name for each in inputs]
         self.shapes: Dict[str, Tuple[int, ...]] = {name: (1, *self.sample[name].shape[1:]) for name in self._names}
 
     def block(self, number: int, rows: int) -> Arrays:
         """Return the rows of a block of so many."""
-        places = np.arange(number * rows, (number + 1) * rows) % self._length
-        return {name: np.ascontiguousarray(self.sample[name][places]) for name in self._names}
+        indices = np.arange(number * rows, (number + 1) * rows) % self._length
+        return {name: np.ascontiguousarray(self.sample[name][indices]) for name in self._names}
 
 
-def _checked(path: str, found: Mapping[str, Any], signature: TensorSignature) -> int:
+def _check_array(path: str, sample: Mapping[str, Any], signature: TensorSignature) -> int:
     """Return how many rows of an input there are."""
-    array = found.get(signature.name)
+    array = sample.get(signature.name)
     if array is None:
-        there = ", ".join(map(clean, found)) or "none"
-        raise BadInput(f"{path}: expected an array {clean(signature.name)}, there are: {there}")
-    wanted = signature.shape
-    fits = wanted is None or (
-        array.ndim == len(wanted) and all(dim in (-1, got) for got, dim in zip(array.shape, wanted))
+        available = ", ".join(map(clean, sample)) or "none"
+        raise BadInput(f"{path}: expected an array {clean(signature.name)}, there are: {available}")
+    declared = signature.shape
+    fits = declared is None or (
+        array.ndim == len(declared) and all(dim in (-1, got) for got, dim in zip(array.shape, declared))
     )
     if array.ndim == 0 or not fits or array.dtype != np.dtype(NUMPY_DTYPE[signature.datatype]):
-        raise BadInput(f"{path}: expected {told([signature])}, got {array.dtype} {list(array.shape)}")
+        raise BadInput(f"{path}: expected {describe([signature])}, got {array.dtype} {list(array.shape)}")
     return len(array)

@@ -41,9 +41,9 @@ class Trial:
         self._model = model
         self._inputs = inputs
 
-    def kind(self, source: MadeUp, rows: int) -> Kind:
+    def find_kind(self, source: MadeUp, rows: int) -> Kind:
         """Return the kind of made-up rows that the model accepts, in requests of up to so many rows."""
-        return comparison.compare(self._subject(source, None, rows, ()), exact=False).kind
+        return comparison.compare(self._row_test_subject(source, None, rows, ()), exact=False).kind
 
     def verify(self, source: Union[MadeUp, FromFile], rows: int, sizes: Tuple[int, ...]) -> Verified:
         """Test the model with made-up rows, as the daemon does; if they do not do, with those of the file.
@@ -57,14 +57,14 @@ class Trial:
             comparison.inputs_with_rows(self._inputs, sizes)
         except NotTogether as error:
             return Verified(str(error))
-        note = comparison.compare(self._subject(source, None, rows, sizes), exact=True).note
+        note = comparison.compare(self._row_test_subject(source, None, rows, sizes), exact=True).note
         if note and source.sample is not None:
             return Verified(
-                comparison.compare(self._subject(source, source.sample, rows, sizes), exact=True).note, True
+                comparison.compare(self._row_test_subject(source, source.sample, rows, sizes), exact=True).note, True
             )
         return Verified(note)
 
-    def _subject(
+    def _row_test_subject(
         self, source: Union[MadeUp, FromFile], sample: Optional[Arrays], rows: int, sizes: Tuple[int, ...]
     ) -> Subject:
         return Subject(self._infer, self._inputs, source.shapes, rows, sizes, sample, (InvalidArgument, Internal))
@@ -73,7 +73,7 @@ class Trial:
         return self._client.infer(self._model, inputs)
 
 
-def refused_by_daemon(status: StatusResponse, model: str) -> str:
+def batching_refusal(status: StatusResponse, model: str) -> str:
     """Return why the daemon, which is configured to batch requests of a model, does not; "" if it does, or is not."""
     for each in status.models:
         if each.name == model:

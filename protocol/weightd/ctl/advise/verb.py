@@ -11,7 +11,7 @@ from weightd.ctl import exits
 from weightd.ctl.advise import render, rule
 from weightd.ctl.advise.measure import Measuring, Plan
 from weightd.ctl.advise.source import FromFile, MadeUp
-from weightd.ctl.advise.trial import Trial, Verified, refused_by_daemon
+from weightd.ctl.advise.trial import Trial, Verified, batching_refusal
 from weightd.ctl.measuring import shapes, subject
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Ended, Verb
@@ -43,12 +43,12 @@ run on, those of its self-test, unless --shape says otherwise; where none are kn
 are 1.
 
 Advised is the smallest number of rows with {rule.ENOUGH_OF_BEST:.0%} of the best gain, among those at which requests
-that wait are answered sooner together than one after another; and nothing, where {rule.AT_ROWS} rows bring less
-than {rule.LEAST_GAIN} times the rows/s. Then advise makes the test that
+that wait are answered sooner together than one after another; and nothing, where {rule.GAIN_ROWS} rows bring less
+than {rule.MIN_GAIN} times the rows/s. Then advise makes the test that
 the daemon makes when it loads the model, for up to 10 s: what the daemon would refuse is not
 advised. Where that needs the rows of --inputs, the advice names the file (canary).
 
-Where rows differ, but by less than {rule.ROUNDING:.0%} of their largest value,
+Where rows differ, but by less than {rule.ROUNDING_TOLERANCE:.0%} of their largest value,
 merging takes exact = false. Where they differ by more, the model makes one answer of all its rows,
 and must not be merged.
 
@@ -63,7 +63,7 @@ verdict is "merge", "inexact" or "no".
 Exit status: 0 measured, whatever is advised, 1 the model cannot be asked, or its requests have no
 rows, 64 it does not take such a shape, 66 --inputs cannot be used, 130 Ctrl-C."""
 
-_MOST_DIFFERENT = 1_000_000
+_MAX_DISTINCT_ROWS = 1_000_000
 
 
 class NoRows(Ended):
@@ -77,7 +77,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         default=(1, 2, 4, 8, 16, 32),
-        type=shapes.counts,
+        type=shapes.parse_counts,
         metavar="N,N",
         help="how many rows a request has, beside 1 (default: 1,2,4,8,16,32)",
     )
@@ -87,26 +87,26 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--different",
         default=200,
-        type=_different,
+        type=_parse_distinct_rows,
         metavar="N",
         help="how many different rows to compare at least; fewer find less (default: %(default)d)",
     )
     parser.add_argument(
         "--seconds",
         default=5.0,
-        type=shapes.seconds,
+        type=shapes.parse_seconds,
         metavar="S",
         help="how long to measure at least (default: %(default)g)",
     )
 
 
-def _different(argument: str) -> int:
+def _parse_distinct_rows(argument: str) -> int:
     try:
         number = int(argument)
     except ValueError:
         number = 0
-    if not 1 <= number <= _MOST_DIFFERENT:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MOST_DIFFERENT:,}, got {argument!r}")
+    if not 1 <= number <= _MAX_DISTINCT_ROWS:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to {_MAX_DISTINCT_ROWS:,}, got {argument!r}")
     return number
 
 
@@ -115,56 +115,56 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.inputs and options.shape:
         options.fail("expected --inputs or --shape, not both: the arrays have a shape")
     sizes = sorted({1, *options.rows})
-    with subject.ready(connect, name) as model:
-        source = _source(options, model, sizes[-1])
-        trial = Trial(model.client, name, model.inputs)
-        measuring = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
+    with subject.open_target(connect, name) as model:
+        source = _make_source(options, model, sizes[-1])
+        batch_test = Trial(model.client, name, model.inputs)
+        measurement = Measuring(model.client, Plan(name, sizes, source, options.different, options.seconds))
         status = exits.OK
-        verified = Verified("its test was not made, for this was ended before")
+        test_result = Verified("its test was not made, for this was ended before")
         try:
-            with model.asking():
+            with model.explain_errors():
                 if isinstance(source, MadeUp):
-                    source.kind = trial.kind(source, sizes[-1])
-                measuring.run(lambda done, all_: model.say(f"{done:,} rows of {max(done, all_):,}"))
-                verified = _verified(model, trial, source, measuring.sizes)
+                    source.kind = batch_test.find_kind(source, sizes[-1])
+                measurement.run(lambda done, all_: model.show_progress(f"{done:,} rows of {max(done, all_):,}"))
+                test_result = _verify(model, batch_test, source, measurement.results)
         except KeyboardInterrupt:
             status = exits.INTERRUPTED
-    measured = measuring.sizes
-    if measured[0].answers:
-        advice = rule.advise(measured)
-        if advice.verdict is rule.Verdict.MERGE:
-            needed = os.path.abspath(options.inputs) if verified.needs_sample else ""  # noqa: PTH100 - follows no link
-            advice = rule.refused(verified.note) if verified.note else advice._replace(sample=needed)
-        show = render.as_json(name, measured, advice)
-        print(json.dumps(show) if options.json else render.render(name, measured, advice, source.different))
+    results = measurement.results
+    if results[0].answers:
+        recommendation = rule.recommend(results)
+        if recommendation.verdict is rule.Verdict.MERGE:
+            sample_path = os.path.abspath(options.inputs) if test_result.needs_sample else ""  # noqa: PTH100 - follows no link
+            recommendation = rule.not_batched(test_result.note) if test_result.note else recommendation._replace(sample=sample_path)
+        show = render.as_json(name, results, recommendation)
+        print(json.dumps(show) if options.json else render.render(name, results, recommendation, source.distinct_rows))
     return status
 
 
-def _verified(
-    model: subject.Subject, trial: Trial, source: Union[MadeUp, FromFile], measured: Sequence[rule.Size]
+def _verify(
+    model: subject.Subject, batch_test: Trial, source: Union[MadeUp, FromFile], results: Sequence[rule.Size]
 ) -> Verified:
     """Return what the daemon's own test shows of what is advised: it is made if this is to merge."""
-    advice = rule.advise(measured)
-    if advice.verdict is not rule.Verdict.MERGE:
+    recommendation = rule.recommend(results)
+    if recommendation.verdict is not rule.Verdict.MERGE:
         return Verified("")
-    note = refused_by_daemon(model.client.status(), model.name)
+    note = batching_refusal(model.client.status(), model.name)
     if note:
         return Verified(note)
-    model.say("makes the test that the daemon makes when it loads the model")
-    return trial.verify(source, advice.max_rows, advice.sizes)
+    model.show_progress("makes the test that the daemon makes when it loads the model")
+    return batch_test.verify(source, recommendation.max_rows, recommendation.sizes)
 
 
-def _source(options: argparse.Namespace, model: subject.Subject, rows: int) -> Union[MadeUp, FromFile]:
+def _make_source(options: argparse.Namespace, model: subject.Subject, rows: int) -> Union[MadeUp, FromFile]:
     inputs = model.inputs
     fixed: List[TensorSignature] = [each for each in inputs if not shapes.has_free_rows(each)]
     if fixed or not inputs:
         raise NoRows(
             f"{clean(options.model)}: its requests have no rows that could be merged, for the first dimension of each "
-            f"input must be free: {shapes.told(fixed)}"
+            f"input must be free: {shapes.describe(fixed)}"
         )
     if options.inputs:
         return FromFile(options.inputs, inputs)
     return MadeUp(shapes.specify(inputs, options.shape, rows, model.example))
 
 
-VERB = Verb("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)

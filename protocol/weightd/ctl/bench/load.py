@@ -9,13 +9,13 @@ import time
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from weightd.client.aio import AsyncClient
-from weightd.ctl.bench.windows import MOST, Level, Windows, summary
-from weightd.ctl.measuring.counters import counted, per_execution
+from weightd.ctl.bench.windows import MAX_WINDOWS, Level, Windows, summarize
+from weightd.ctl.measuring.counters import read_counters, per_execution
 from weightd.protocol.errors import RequestError
 
 # A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.
-_PAUSE_S = 0.01
-_MOST_PAUSE_S = 1.0
+_BACKOFF_S = 0.01
+_MAX_BACKOFF_S = 1.0
 
 
 class Plan(NamedTuple):
@@ -32,11 +32,11 @@ class Plan(NamedTuple):
     model: str
     inputs: Sequence[Mapping[str, Any]]
     levels: Sequence[int]
-    seconds: float
-    told: Callable[[int, Windows], None]
+    max_seconds: float
+    on_window: Callable[[int, Windows], None]
 
 
-def measure(address: str, timeout: float, plan: Plan, measured: Callable[[Level], None]) -> bool:
+def measure(address: str, timeout: float, plan: Plan, on_level: Callable[[Level], None]) -> bool:
     """Measure; `measured` is called with each level. Return whether it ended before its time, by Ctrl-C.
 
     Args:
@@ -45,29 +45,29 @@ def measure(address: str, timeout: float, plan: Plan, measured: Callable[[Level]
         plan: what to measure.
         measured: takes what was measured.
     """
-    return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, measured))
+    return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, on_level))
 
 
-async def _run(client: AsyncClient, plan: Plan, measured: Callable[[Level], None]) -> bool:
+async def _run(client: AsyncClient, plan: Plan, on_level: Callable[[Level], None]) -> bool:
     async with client:
         interrupt = _Interrupt()
         with interrupt:
             for in_flight in plan.levels:
-                measured(await _level(client, plan, in_flight, interrupt.came))
-                if interrupt.came.done():
+                on_level(await _measure_level(client, plan, in_flight, interrupt.interrupted))
+                if interrupt.interrupted.done():
                     return True
     return False
 
 
-async def _level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
-    before = counted(await client.status(), plan.model)
-    windows = Windows(time.monotonic(), plan.seconds / MOST)
-    plan.told(in_flight, windows)
-    tasks = [asyncio.ensure_future(_ask(client, plan, windows, first, in_flight)) for first in range(in_flight)]
+async def _measure_level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: asyncio.Future[None]) -> Level:
+    before = read_counters(await client.status(), plan.model)
+    windows = Windows(time.monotonic(), plan.max_seconds / MAX_WINDOWS)
+    plan.on_window(in_flight, windows)
+    tasks = [asyncio.ensure_future(_send_requests(client, plan, windows, first, in_flight)) for first in range(in_flight)]
     try:
-        await asyncio.wait({*tasks, interrupted}, timeout=plan.seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({*tasks, interrupted}, timeout=plan.max_seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        windows.cut(time.monotonic())
+        windows.finish(time.monotonic())
         for task in tasks:
             task.cancel()
         # Each takes its request back.
@@ -75,23 +75,23 @@ async def _level(client: AsyncClient, plan: Plan, in_flight: int, interrupted: a
     for end in ends:
         if isinstance(end, Exception) and not isinstance(end, asyncio.CancelledError):
             raise end
-    after = counted(await client.status(), plan.model)
-    return summary(in_flight, windows, per_execution(before, after))
+    after = read_counters(await client.status(), plan.model)
+    return summarize(in_flight, windows, per_execution(before, after))
 
 
-async def _ask(client: AsyncClient, plan: Plan, windows: Windows, first: int, in_flight: int) -> None:
+async def _send_requests(client: AsyncClient, plan: Plan, windows: Windows, first: int, in_flight: int) -> None:
     """Ask until it is enough; the first input is another one for each task."""
     for inputs in itertools.islice(itertools.cycle(plan.inputs), first % len(plan.inputs), None):
         sent = time.monotonic()
         try:
             await client.infer(plan.model, inputs)
         except RequestError as error:
-            windows.failed(error.code)
-            await asyncio.sleep(min(_MOST_PAUSE_S, error.retry_after or _PAUSE_S))
+            windows.on_error(error.code)
+            await asyncio.sleep(min(_MAX_BACKOFF_S, error.retry_after or _BACKOFF_S))
             continue
         now = time.monotonic()
-        if windows.answered(now, now - sent):
-            plan.told(in_flight, windows)
+        if windows.on_response(now, now - sent):
+            plan.on_window(in_flight, windows)
             if windows.is_over:
                 return
 
@@ -105,14 +105,14 @@ class _Interrupt:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.came: asyncio.Future[None] = self._loop.create_future()
+        self.interrupted: asyncio.Future[None] = self._loop.create_future()
 
     def __enter__(self) -> None:
-        self._loop.add_signal_handler(signal.SIGINT, self._come)
+        self._loop.add_signal_handler(signal.SIGINT, self._on_sigint)
 
     def __exit__(self, *_: object) -> None:
         self._loop.remove_signal_handler(signal.SIGINT)
 
-    def _come(self) -> None:
-        if not self.came.done():
-            self.came.set_result(None)
+    def _on_sigint(self) -> None:
+        if not self.interrupted.done():
+            self.interrupted.set_result(None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from weightd.ctl.bench.windows import ENOUGH, TOLERANCE, Level
+from weightd.ctl.bench.windows import STABLE_WINDOWS, TOLERANCE, Level
 from weightd.ctl.text import clean, count, table
 from weightd.protocol.messages.data import TensorSpec
 
@@ -35,10 +35,10 @@ def _row(level: Level, rows: Optional[int]) -> List[str]:
     return [
         f"{level.in_flight:,}",
         _number(rate, 1),
-        _number(_times(rate, rows), 1),
+        _number(_scale(rate, rows), 1),
         *([_NONE] * 3 if level.latencies is None else [f"{each * 1e3:,.2f}" for each in level.latencies]),
         f"{errors:,}" if errors else _NONE,
-        _number(_times(level.runs, rows), 2),
+        _number(_scale(level.requests_per_execution, rows), 2),
     ]
 
 
@@ -46,11 +46,11 @@ def _remarks(level: Level) -> Iterator[str]:
     label = f"{level.in_flight:,} in flight"
     if level.latencies is None:
         yield f"{label}: no request was answered"
-    elif level.windows < ENOUGH:
-        yield f"{label}: ended after {count(level.windows, 'window')}; {ENOUGH} that agree are wanted"
+    elif level.windows < STABLE_WINDOWS:
+        yield f"{label}: ended after {count(level.windows, 'window')}; {STABLE_WINDOWS} that agree are wanted"
     elif not level.is_stable:
         yield (
-            f"{label}: not stable: of the last {ENOUGH} windows of {level.windows}, one is "
+            f"{label}: not stable: of the last {STABLE_WINDOWS} windows of {level.windows}, one is "
             f"{level.deviation or 0.0:.0%} off their mean; at most {TOLERANCE:.0%} is wanted"
         )
     for code, number in sorted(level.errors.items()):
@@ -63,29 +63,29 @@ def as_json(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels
         "model_name": model,
         "inputs": [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs],
         "rows": rows,
-        "levels": [_level(level, rows) for level in levels],
+        "levels": [_level_json(level, rows) for level in levels],
     }
 
 
-def _level(level: Level, rows: Optional[int]) -> Dict[str, Any]:
-    half, most, nearly_all = level.latencies or (None, None, None)
+def _level_json(level: Level, rows: Optional[int]) -> Dict[str, Any]:
+    p50, p95, p99 = level.latencies or (None, None, None)
     return {
         "in_flight": level.in_flight,
         "answers": level.answers,
         "requests_per_s": level.requests_per_s,
-        "rows_per_s": _times(level.requests_per_s, rows),
-        "p50_us": _times(half, 1e6),
-        "p95_us": _times(most, 1e6),
-        "p99_us": _times(nearly_all, 1e6),
+        "rows_per_s": _scale(level.requests_per_s, rows),
+        "p50_us": _scale(p50, 1e6),
+        "p95_us": _scale(p95, 1e6),
+        "p99_us": _scale(p99, 1e6),
         "errors": dict(level.errors),
-        "rows_per_execution": _times(level.runs, rows),
+        "rows_per_execution": _scale(level.requests_per_execution, rows),
         "windows": level.windows,
         "stable": level.is_stable,
         "deviation": level.deviation,
     }
 
 
-def _times(value: Optional[float], factor: Optional[float]) -> Optional[float]:
+def _scale(value: Optional[float], factor: Optional[float]) -> Optional[float]:
     return None if value is None or factor is None else value * factor
 
 

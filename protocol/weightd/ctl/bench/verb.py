@@ -8,7 +8,7 @@ from typing import List
 
 from weightd.ctl import exits
 from weightd.ctl.bench import render
-from weightd.ctl.bench.windows import ENOUGH, MOST, TOLERANCE, Level, Windows
+from weightd.ctl.bench.windows import STABLE_WINDOWS, MAX_WINDOWS, TOLERANCE, Level, Windows
 from weightd.ctl.measuring import samples, shapes, subject
 from weightd.ctl.text import count
 from weightd.ctl.verb import Connect, Verb
@@ -20,12 +20,12 @@ them in flight. Each answer that comes is followed by the next request at once.
   weightctl bench resnet50
   weightctl bench bert --shape ids=1,128 --shape mask=1,128 --in-flight 1,32
 
-Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {samples.MOST} in turn.
+Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {samples.MAX_SAMPLES} in turn.
 They have shapes that the model is known to run on, its self-test's, unless --shape or --rows says
 otherwise; where none are known, free dimensions are 1. The first line of the output has the shapes.
 
-Time is cut into windows, at most {MOST} in --seconds; the first one is the warm-up. The figures are
-those of the last {ENOUGH}, and it is over as soon as their requests/s are within {TOLERANCE:.0%} of their mean.
+Time is cut into windows, at most {MAX_WINDOWS} in --seconds; the first one is the warm-up. The figures are
+those of the last {STABLE_WINDOWS}, and it is over as soon as their requests/s are within {TOLERANCE:.0%} of their mean.
 Where they never are, a line below the table says so. Ctrl-C shows what has been measured.
 
 Latency is the client's, from before a request is made until its answer has been read. ROWS PER RUN
@@ -50,21 +50,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     subject.add_arguments(parser)
     parser.add_argument(
         "--rows",
-        type=shapes.rows,
+        type=shapes.parse_rows,
         metavar="N",
         help="the first dimension of each input where it is free (default: as in the shape)",
     )
     parser.add_argument(
         "--in-flight",
         default=(1, 8, 64),
-        type=shapes.counts,
+        type=shapes.parse_counts,
         metavar="N,N",
         help="how many requests are under way at any time, one number after another (default: 1,8,64)",
     )
     parser.add_argument(
         "--seconds",
         default=10.0,
-        type=shapes.seconds,
+        type=shapes.parse_seconds,
         metavar="S",
         help="the most for each number in flight (default: %(default)g)",
     )
@@ -75,17 +75,17 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 
     name: str = options.model
     levels: List[Level] = []
-    with subject.ready(connect, name) as model:
+    with subject.open_target(connect, name) as model:
         specs = shapes.specify(model.inputs, options.shape, options.rows, model.example)
-        inputs = samples.several(specs)
-        with model.asking():
+        inputs = samples.make_many_inputs(specs)
+        with model.explain_errors():
             model.client.infer(name, inputs[0])
 
-        def told(in_flight: int, windows: Windows) -> None:
-            rate = f"{windows.last[-1].rate:,.1f} requests/s, " if windows.last else ""
-            model.say(f"{in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
+        def on_window(in_flight: int, windows: Windows) -> None:
+            rate = f"{windows.recent[-1].rate:,.1f} requests/s, " if windows.recent else ""
+            model.show_progress(f"{in_flight:,} in flight: {rate}{count(max(0, windows.count), 'window')}")
 
-        plan = load.Plan(name, inputs, options.in_flight, options.seconds, told)
+        plan = load.Plan(name, inputs, options.in_flight, options.seconds, on_window)
         is_interrupted = load.measure(model.client.address, model.client.timeout, plan, levels.append)
     rows = shapes.rows_of(model.inputs, specs)
     show = render.as_json(name, specs, rows, levels)
@@ -95,4 +95,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exits.OK if all(level.answers for level in levels) else exits.ERROR
 
 
-VERB = Verb("measure requests/s and latency of a model", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("measure requests/s and latency of a model", _DESCRIPTION, _add_arguments, _run)

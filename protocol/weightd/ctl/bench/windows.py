@@ -8,9 +8,9 @@ from typing import Counter as Counts
 from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
 # As perf_analyzer has it: three windows in a row within 10 % of their mean, of ten at most.
-ENOUGH = 3
+STABLE_WINDOWS = 3
 TOLERANCE = 0.1
-MOST = 10
+MAX_WINDOWS = 10
 
 
 class Window(NamedTuple):
@@ -38,9 +38,9 @@ def deviation(rates: Sequence[float]) -> float:
     return max(abs(each - mean) for each in rates) / mean if mean else math.inf
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
+def percentile(ordered: Sequence[float], fraction: float) -> float:
     """Return the least of some ascending values that is not exceeded by this share of them."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 class Windows:
@@ -58,51 +58,51 @@ class Windows:
         count: how many there have been, without the warm-up.
     """
 
-    def __init__(self, begin: float, seconds: float) -> None:
-        self.last: Deque[Window] = deque(maxlen=ENOUGH)
+    def __init__(self, started_at: float, window_s: float) -> None:
+        self.recent: Deque[Window] = deque(maxlen=STABLE_WINDOWS)
         self.count = -1
-        self._seconds = seconds
-        self._begin(begin)
+        self._window_s = window_s
+        self._start_window(started_at)
 
     @property
     def is_stable(self) -> bool:
         """Whether the last of them agree."""
-        return len(self.last) == ENOUGH and deviation([each.rate for each in self.last]) <= TOLERANCE
+        return len(self.recent) == STABLE_WINDOWS and deviation([each.rate for each in self.recent]) <= TOLERANCE
 
     @property
     def is_over(self) -> bool:
         """Whether it is enough: they agree, or do not after as many as there may be."""
-        return self.is_stable or self.count + 1 >= MOST
+        return self.is_stable or self.count + 1 >= MAX_WINDOWS
 
-    def answered(self, now: float, seconds: float) -> bool:
+    def on_response(self, now: float, latency_s: float) -> bool:
         """An answer has come; return whether a window ends with it."""
-        self._latencies.append(seconds)
-        if now < self._until:
+        self._latencies.append(latency_s)
+        if now < self._ends_at:
             return False
         self.count += 1
         if self.count:
-            self.last.append(self._whole(now))
-        self._begin(now)
+            self.recent.append(self._close_window(now))
+        self._start_window(now)
         return True
 
-    def failed(self, code: str) -> None:
+    def on_error(self, code: str) -> None:
         """A request has ended in an error."""
         self._errors[code] += 1
 
-    def cut(self, now: float) -> None:
+    def finish(self, now: float) -> None:
         """It ends here. What has come of a window counts where there is no other, or its time is over."""
-        is_late = now >= self._until and self.count >= 0
-        if is_late or (not self.last and now > self._began and (self._latencies or self._errors)):
-            self.last.append(self._whole(now))
+        is_overdue = now >= self._ends_at and self.count >= 0
+        if is_overdue or (not self.recent and now > self._started_at and (self._latencies or self._errors)):
+            self.recent.append(self._close_window(now))
 
-    def _begin(self, now: float) -> None:
-        self._began = now
-        self._until = now + self._seconds
+    def _start_window(self, now: float) -> None:
+        self._started_at = now
+        self._ends_at = now + self._window_s
         self._latencies: List[float] = []
         self._errors: Counts[str] = Counter()
 
-    def _whole(self, now: float) -> Window:
-        return Window(now - self._began, tuple(self._latencies), self._errors)
+    def _close_window(self, now: float) -> Window:
+        return Window(now - self._started_at, tuple(self._latencies), self._errors)
 
 
 class Level(NamedTuple):
@@ -128,23 +128,23 @@ class Level(NamedTuple):
     windows: int
     is_stable: bool
     deviation: Optional[float]
-    runs: Optional[float]
+    requests_per_execution: Optional[float]
 
 
-def summary(in_flight: int, windows: Windows, runs: Optional[float]) -> Level:
+def summarize(in_flight: int, windows: Windows, requests_per_execution: Optional[float]) -> Level:
     """Return what the last windows tell."""
-    latencies = sorted(each for window in windows.last for each in window.latencies)
+    latencies = sorted(each for window in windows.recent for each in window.latencies)
     errors: Counts[str] = Counter()
-    for window in windows.last:
+    for window in windows.recent:
         errors.update(window.errors)
     return Level(
         in_flight,
         len(latencies),
-        len(latencies) / sum(window.seconds for window in windows.last) if latencies else None,
+        len(latencies) / sum(window.seconds for window in windows.recent) if latencies else None,
         (percentile(latencies, 0.5), percentile(latencies, 0.95), percentile(latencies, 0.99)) if latencies else None,
         errors,
         max(0, windows.count),
         windows.is_stable,
-        deviation([window.rate for window in windows.last]) if latencies and len(windows.last) > 1 else None,
-        runs,
+        deviation([window.rate for window in windows.recent]) if latencies and len(windows.recent) > 1 else None,
+        requests_per_execution,
     )

@@ -48,17 +48,17 @@ def compare(path: Path, content: bytes) -> State:
     try:
         if path.is_symlink() or path.is_dir():
             return State.KEPT
-        there = path.read_bytes()
+        current = path.read_bytes()
     except FileNotFoundError:
         return State.NEW
     except OSError as error:
-        raise _refused(path, error) from None
-    if there == content:
+        raise _install_error(path, error) from None
+    if current == content:
         return State.UNCHANGED
-    return State.CHANGED if is_ours(there) else State.KEPT
+    return State.CHANGED if is_ours(current) else State.KEPT
 
 
-def put(path: Path, content: bytes) -> State:
+def install(path: Path, content: bytes) -> State:
     """Have `content` at `path`, readable for everybody; a file that is not ours is left as it is.
 
     Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
@@ -69,10 +69,10 @@ def put(path: Path, content: bytes) -> State:
     state = compare(path, content)
     if state in (State.NEW, State.CHANGED):
         try:
-            _make(path.parent)
+            _make_directory(path.parent)
             _write(path, content)
         except OSError as error:
-            raise _refused(path, error) from None
+            raise _install_error(path, error) from None
     return state
 
 
@@ -101,12 +101,12 @@ def unlink(path: Path) -> None:
     try:
         path.unlink()
     except OSError as error:
-        raise _refused(path, error) from None
+        raise _install_error(path, error) from None
 
 
-def _make(directory: Path) -> None:
+def _make_directory(directory: Path) -> None:
     if not directory.is_dir():
-        _make(directory.parent)
+        _make_directory(directory.parent)
         directory.mkdir()
         directory.chmod(0o755)  # whatever the umask is: services and `man` have to look into it
 
@@ -125,7 +125,7 @@ def _write(path: Path, content: bytes) -> None:
             raise
 
 
-def _refused(path: Path, error: OSError) -> Refused:
+def _install_error(path: Path, error: OSError) -> Refused:
     if isinstance(error, PermissionError):
         return NotAllowed(f"{path}: {error.strerror}; run this as root, with sudo")
     return Refused(f"{path}: {error.strerror}")

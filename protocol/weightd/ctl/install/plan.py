@@ -29,13 +29,13 @@ class Planned(NamedTuple):
     content: bytes
 
 
-def source() -> Path:
+def units_source() -> Path:
     """Return the directory of the units: packed beside this file, or the repository's where that is installed."""
     packed = Path(__file__).with_name("systemd")
     return packed if packed.is_dir() else Path(__file__).resolve().parents[4] / "systemd"
 
 
-def plan(units: Path, manual: Path, program: Path) -> List[Planned]:
+def make_plan(units: Path, manual: Path, program: Path) -> List[Planned]:
     """Return the files of a service.
 
     Args:
@@ -44,7 +44,7 @@ def plan(units: Path, manual: Path, program: Path) -> List[Planned]:
         program: the weightd that the units shall start; weightctl is beside it.
     """
     return [
-        Planned(Path("/") / target, mark(target, _calling(program, path.read_bytes())))
+        Planned(Path("/") / target, add_notice(target, _with_program_path(program, path.read_bytes())))
         for path, target in sorted([*_units(units), *_manual(manual)], key=lambda pair: pair[1])
     ]
 
@@ -78,31 +78,31 @@ def _files(directory: Path) -> Iterable[Path]:
     return (path for path in directory.glob("*") if path.is_file())
 
 
-def _calling(program: Path, content: bytes) -> bytes:
+def _with_program_path(program: Path, content: bytes) -> bytes:
     directory = bytes(program.parent)
     return _PROGRAM.sub(lambda found: found.group(1) + directory + b"/" + found.group(2), content)
 
 
-_MARK = "weightctl install-units"
+_MARKER = "weightctl install-units"
 
 
-def mark(target: Path, content: bytes) -> bytes:
+def add_notice(target: Path, content: bytes) -> bytes:
     """Return `content` below a comment that says whose the file is."""
-    says = f"Written by {_MARK}, which will write it again"
+    notice = f"Written by {_MARKER}, which will write it again"
     if target.suffix in _UNITS:
-        says += f": changes belong into a drop-in (systemctl edit {target.name})"
+        notice += f": changes belong into a drop-in (systemctl edit {target.name})"
     if _EXAMPLES in target.parents:
-        says = f"From the examples of {_MARK}"  # which is true of a copy, too
+        notice = f"From the examples of {_MARKER}"  # which is true of a copy, too
     comment = '.\\"' if "man" in target.parts else "#"
-    return f"{comment} {says}.\n".encode() + content
+    return f"{comment} {notice}.\n".encode() + content
 
 
 def is_ours(content: bytes) -> bool:
     """Whether a file bears the comment."""
-    return _MARK.encode() in content.partition(b"\n")[0]
+    return _MARKER.encode() in content.partition(b"\n")[0]
 
 
-def enabled(planned: Iterable[Planned]) -> List[str]:
+def units_to_enable(planned: Iterable[Planned]) -> List[str]:
     """Return the units to enable, sockets first: those that say what wants them, and are no templates."""
     units = [
         each.path.name

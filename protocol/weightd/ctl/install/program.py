@@ -19,12 +19,12 @@ _HINT = (
 )
 
 # The unit hides them from the service (ProtectHome=, PrivateTmp=), and other users may not enter them anyway.
-_HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - nothing is written there
+_HIDDEN_DIRECTORIES = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - nothing is written there
 
 # What systemd would take for more than a name: blanks, quotes, % and $.
-_PLAIN = re.compile(r"[A-Za-z0-9_/.,:@+=-]+")
+_SAFE_PATH = re.compile(r"[A-Za-z0-9_/.,:@+=-]+")
 
-_LIMIT_S = 60.0
+_TIMEOUT_S = 60.0
 
 
 class NoProgram(Ended):
@@ -34,7 +34,7 @@ class NoProgram(Ended):
     code = Unavailable.code
 
 
-def find() -> Path:
+def find_weightd() -> Path:
     """Return the absolute path of weightd.
 
     Raises:
@@ -49,11 +49,11 @@ def find() -> Path:
     for directory in directories:
         path = directory / "weightd"
         if path.is_file() and os.access(str(path), os.X_OK):
-            if not _PLAIN.fullmatch(str(path)):
+            if not _SAFE_PATH.fullmatch(str(path)):
                 raise NoProgram(f"{path}: expected a path of ASCII letters, digits and _/.,:@+=-, for systemd")
             return path
-    looked = " or ".join(dict.fromkeys(map(str, directories)))
-    raise NoProgram(f"there is no weightd in {looked}; {_HINT}")
+    searched = " or ".join(dict.fromkeys(map(str, directories)))
+    raise NoProgram(f"there is no weightd in {searched}; {_HINT}")
 
 
 def write_manual(directory: str) -> None:
@@ -71,10 +71,10 @@ def _write_manual(package: str, directory: str) -> None:
     try:
         # Elsewhere Python would import what lies in the working directory, with root's rights.
         done = subprocess.run(
-            command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_LIMIT_S, check=False
+            command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise NoProgram(f"{' '.join(command)} did not end within {_LIMIT_S:g} s") from None
+        raise NoProgram(f"{' '.join(command)} did not end within {_TIMEOUT_S:g} s") from None
     if done.returncode != 0:
         words = done.stderr.decode("utf-8", "replace").strip().splitlines()
         cause = words[-1] if words else f"exit status {done.returncode}"
@@ -84,7 +84,7 @@ def _write_manual(package: str, directory: str) -> None:
 def hidden_directory(program: Path) -> str:
     """Return the directory because of which the service could not start `program`, "" if there is none."""
     for path in (str(program), os.path.realpath(str(program)), os.path.realpath(sys.executable), __file__):
-        for directory in _HIDDEN:
+        for directory in _HIDDEN_DIRECTORIES:
             if path.startswith(f"{directory}/"):
                 return directory
     return ""

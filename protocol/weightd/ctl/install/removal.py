@@ -10,7 +10,7 @@ from typing import Collection, Iterator, List, Sequence, Tuple
 from weightd.ctl.install.files import State, remove, unlink
 from weightd.ctl.install.plan import UNIT_DIRECTORY, Planned
 
-STEPS = (
+NEXT_STEPS = (
     (
         "systemctl stop 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
         "what runs goes on until then",
@@ -18,13 +18,13 @@ STEPS = (
     ("systemctl daemon-reload", ""),
 )
 
-REMAINS = (
+REMAINING_NOTE = (
     "what is yours remains: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the users weightd and "
     "weightd-gateway, the group weightd-clients, and the environment that weightd is installed in."
 )
 
 
-def removed(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+def remove_planned(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
     """Remove the planned files below `prefix`, and the links by which systemctl has enabled them.
 
     Yields:
@@ -43,13 +43,13 @@ def removed(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Itera
             units.append(path.name)
             if not dry_run:
                 _prune(prefix, each.path.parent.relative_to("/"))
-    for link in sorted(_enabling(prefix / UNIT_DIRECTORY, units)):
+    for link in sorted(_enable_links(prefix / UNIT_DIRECTORY, units)):
         if not dry_run:
             unlink(link)
         yield State.REMOVED, link
 
 
-def _enabling(directory: Path, units: Collection[str]) -> Iterator[Path]:
+def _enable_links(directory: Path, units: Collection[str]) -> Iterator[Path]:
     """Yield the links to units, instances among them, in the directories of those that want them."""
     for link in directory.glob("*.wants/*"):
         if link.is_symlink() and Path(os.readlink(str(link))).name in units:

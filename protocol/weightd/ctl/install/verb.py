@@ -11,9 +11,9 @@ from typing import Iterator, List, NamedTuple, Sequence, Tuple
 
 from weightd.ctl import exits, manual
 from weightd.ctl.install import program
-from weightd.ctl.install.files import Refused, State, compare, put
-from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, Planned, enabled, plan, source
-from weightd.ctl.install.removal import REMAINS, STEPS, removed
+from weightd.ctl.install.files import Refused, State, compare, install
+from weightd.ctl.install.plan import CONFIGURATION, GATEWAY_CONFIGURATION, Planned, units_to_enable, make_plan, units_source
+from weightd.ctl.install.removal import REMAINING_NOTE, NEXT_STEPS, remove_planned
 from weightd.ctl.text import clean
 from weightd.ctl.verb import Connect, Verb
 
@@ -34,14 +34,14 @@ are never touched.
 Exit status: 0 every file is in place or gone, 1 one was kept, 69 there is no daemon in this
 installation, 74 a file cannot be written, 77 permission denied."""
 
-_EXAMPLE = "/usr/local/share/doc/weightd/examples/weightd.toml"
+_EXAMPLE_PATH = "/usr/local/share/doc/weightd/examples/weightd.toml"
 
 
 class _Step(NamedTuple):
     """A command to run next, and why."""
 
     command: str
-    why: str
+    reason: str
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,65 +57,65 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, _: Connect) -> int:
     prefix = Path(options.prefix).absolute()
-    weightd = program.find()
-    planned = _planned(weightd, options.parser)
+    weightd = program.find_weightd()
+    planned = _make_plan(weightd, options.parser)
     if options.remove:
-        acts = removed(planned, prefix, dry_run=options.dry_run)
+        actions = remove_planned(planned, prefix, dry_run=options.dry_run)
     else:
-        acts = _installed(planned, prefix, dry_run=options.dry_run)
+        actions = _install(planned, prefix, dry_run=options.dry_run)
     done: List[Tuple[State, Path]] = []
-    for state, path in acts:
+    for state, path in actions:
         done.append((state, path))
         if not options.json:
             print(f"{state.value:<9}  {clean(str(path))}")
     if options.remove:
-        steps = [_Step(*each) for each in STEPS]
+        steps = [_Step(*each) for each in NEXT_STEPS]
     else:
-        steps = list(_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
+        steps = list(_next_steps(planned, prefix, changed=any(state is State.CHANGED for state, _ in done)))
     notes = list(_notes(done, weightd, options))
     if options.json:
         print(json.dumps(_as_json(done, steps, notes)))
     else:
-        _tell(steps, notes)
+        _print_steps(steps, notes)
     return exits.ERROR if any(state is State.KEPT for state, _ in done) else exits.OK
 
 
-def _installed(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
-    act = compare if dry_run else put
+def _install(planned: Sequence[Planned], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[State, Path]]:
+    install_file = compare if dry_run else install
     for each in planned:
         path = prefix / each.path.relative_to("/")
-        yield act(path, each.content), path
+        yield install_file(path, each.content), path
 
 
-VERB = Verb("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
 
 
-def _planned(weightd: Path, parser: argparse.ArgumentParser) -> List[Planned]:
+def _make_plan(weightd: Path, parser: argparse.ArgumentParser) -> List[Planned]:
     try:
         with tempfile.TemporaryDirectory(prefix="weightctl-") as name:
             directory = Path(name)
             program.write_manual(name)
             (directory / "man" / "weightctl.1").write_text(manual.page(parser), "utf-8")
-            (directory / "completions" / "weightctl").write_text(manual.bash(parser), "utf-8")
-            return plan(source(), directory, weightd)
+            (directory / "completions" / "weightctl").write_text(manual.bash_completion(parser), "utf-8")
+            return make_plan(units_source(), directory, weightd)
     except OSError as error:
         raise Refused(f"cannot prepare the files: {error}") from None
 
 
-def _steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterator[_Step]:
+def _next_steps(planned: Sequence[Planned], prefix: Path, *, changed: bool) -> Iterator[_Step]:
     users = [each.path.name for each in planned if each.path.parent.name == "sysusers.d"]
     directories = [each.path.name for each in planned if each.path.parent.name == "tmpfiles.d"]
-    made = [f"systemd-sysusers {' '.join(users)}"] if users else []
-    made += [f"systemd-tmpfiles --create {' '.join(directories)}"] if directories else []
-    if made:
-        yield _Step(" && ".join(made), "the user, the group of those who may connect, and where the socket is")
+    commands = [f"systemd-sysusers {' '.join(users)}"] if users else []
+    commands += [f"systemd-tmpfiles --create {' '.join(directories)}"] if directories else []
+    if commands:
+        yield _Step(" && ".join(commands), "the user, the group of those who may connect, and where the socket is")
     yield _Step("systemctl daemon-reload", "")
     if not (prefix / CONFIGURATION.relative_to("/")).exists():
         yield _Step(
-            f"install -D -m 644 {_EXAMPLE} {CONFIGURATION}",
+            f"install -D -m 644 {_EXAMPLE_PATH} {CONFIGURATION}",
             "there is none yet: then name your models in it, and see `weightd check`",
         )
-    units = enabled(planned)
+    units = units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
     yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in gateway)}", "")
     # It speaks with other programs: nobody gets it unasked.
@@ -132,7 +132,7 @@ def _notes(done: Sequence[Tuple[State, Path]], weightd: Path, options: argparse.
             yield f"{path} was kept: install-units did not write it.{hint}"
     hidden = program.hidden_directory(weightd)
     if options.remove:
-        yield REMAINS
+        yield REMAINING_NOTE
     elif hidden:
         yield (
             f"the service cannot see below {hidden}, where this installation or its Python is: install weightd in a "
@@ -150,10 +150,10 @@ def _as_json(done: Sequence[Tuple[State, Path]], steps: Sequence[_Step], notes: 
     }
 
 
-def _tell(steps: Sequence[_Step], notes: Sequence[str]) -> None:
+def _print_steps(steps: Sequence[_Step], notes: Sequence[str]) -> None:
     print("\nNext, as root of the system that they are for:\n")
     for step in steps:
-        print(f"  # {step.why}\n  {step.command}" if step.why else f"  {step.command}")
+        print(f"  # {step.reason}\n  {step.command}" if step.reason else f"  {step.command}")
     sys.stdout.flush()
     for note in notes:
         print(f"weightctl: {clean(note)}", file=sys.stderr)

@@ -18,10 +18,10 @@ class Counted(NamedTuple):
 
     requests: int
     executions: int
-    cut: int
+    split_requests: int
 
 
-def counted(status: StatusResponse, name: str) -> Optional[Counted]:
+def read_counters(status: StatusResponse, name: str) -> Optional[Counted]:
     """Return what is told of a model; None where there is none, or nothing is told."""
     for model in status.models:
         if model.name == name and model.executions is not None:
@@ -36,6 +36,6 @@ def per_execution(before: Optional[Counted], after: Optional[Counted]) -> Option
     return (after.requests - before.requests) / (after.executions - before.executions)
 
 
-def is_cut(before: Optional[Counted], after: Optional[Counted]) -> bool:
+def has_split(before: Optional[Counted], after: Optional[Counted]) -> bool:
     """Whether a request was run in parts; not where nothing is known of that."""
-    return before is not None and after is not None and after.cut > before.cut
+    return before is not None and after is not None and after.split_requests > before.split_requests

@@ -9,7 +9,7 @@ from typing import TextIO
 _ERASE = "\r\x1b[K"
 
 # Nobody reads faster, and what is measured is not to wait for a terminal.
-_PAUSE_S = 0.1
+_MIN_INTERVAL_S = 0.1
 
 
 class Progress:
@@ -17,18 +17,18 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._stream: TextIO = sys.stderr
-        self._shows = self._stream.isatty()
-        self._next = 0.0
+        self._is_terminal = self._stream.isatty()
+        self._next_at = 0.0
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shows:
+        if self._is_terminal:
             self._stream.write(_ERASE)
             self._stream.flush()
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         """Show this in the place of what was shown, unless that is new, too."""
-        if self._shows and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PAUSE_S
+        if self._is_terminal and time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + _MIN_INTERVAL_S
             self._stream.write(f"{_ERASE}{text}")
             self._stream.flush()

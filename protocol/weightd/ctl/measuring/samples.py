@@ -12,23 +12,23 @@ from weightd.protocol.tensors import NUMPY_DTYPE
 Arrays = Dict[str, Any]
 
 # Enough that neither an engine nor a cache sees the same again and again; and what they may take of memory.
-MOST = 16
-MOST_BYTES = 64 * 2**20
+MAX_SAMPLES = 16
+MAX_BYTES = 64 * 2**20
 
 
-def make(specs: Sequence[TensorSpec], seed: int) -> Arrays:
+def make_inputs(specs: Sequence[TensorSpec], seed: int) -> Arrays:
     """Return the inputs of a request: others for each seed, the same ones for the same."""
     random = np.random.default_rng(seed)
-    return {spec.name: _array(spec, random) for spec in specs}
+    return {spec.name: _random_array(spec, random) for spec in specs}
 
 
-def several(specs: Sequence[TensorSpec]) -> List[Arrays]:
+def make_many_inputs(specs: Sequence[TensorSpec]) -> List[Arrays]:
     """Return the inputs of some requests, all different, of bounded size together."""
     size = max(1, sum(spec.nbytes for spec in specs))
-    return [make(specs, seed) for seed in range(max(1, min(MOST, MOST_BYTES // size)))]
+    return [make_inputs(specs, seed) for seed in range(max(1, min(MAX_SAMPLES, MAX_BYTES // size)))]
 
 
-def _array(spec: TensorSpec, random: Any) -> Any:
+def _random_array(spec: TensorSpec, random: Any) -> Any:
     dtype = np.dtype(NUMPY_DTYPE[spec.datatype])
     if dtype.kind == "f":
         return random.standard_normal(spec.shape, np.float32).astype(dtype, copy=False)

@@ -22,20 +22,20 @@ class WrongShape(Ended):
     status = exits.USAGE
 
 
-def add_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
+def add_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
     """Declare `--shape`."""
     parser.add_argument(
         "--shape",
         action="append",
         default=[],
-        type=_named_shape,
+        type=_parse_named_shape,
         metavar="NAME=N,N",
         help="the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
-        f"is known){more}; once for each",
+        f"is known){help_suffix}; once for each",
     )
 
 
-def _named_shape(argument: str) -> Tuple[str, Shape]:
+def _parse_named_shape(argument: str) -> Tuple[str, Shape]:
     name, equals, dims = argument.rpartition("=")
     try:
         shape = tuple(int(each) for each in dims.split(",") if dims)
@@ -46,7 +46,7 @@ def _named_shape(argument: str) -> Tuple[str, Shape]:
     return name, shape
 
 
-def counts(argument: str) -> Tuple[int, ...]:
+def parse_counts(argument: str) -> Tuple[int, ...]:
     """Return the numbers of an argument like 1,8,64, in ascending order.
 
     Raises:
@@ -56,44 +56,44 @@ def counts(argument: str) -> Tuple[int, ...]:
         numbers = sorted({int(each) for each in argument.split(",")})
     except ValueError:
         numbers = [0]
-    if numbers[0] < 1 or numbers[-1] > MAX_COUNT or len(numbers) > _MOST_COUNTS:
+    if numbers[0] < 1 or numbers[-1] > MAX_COUNT or len(numbers) > _MAX_COUNTS:
         raise argparse.ArgumentTypeError(
-            f"expected at most {_MOST_COUNTS} numbers from 1 to {MAX_COUNT:,}, as in 1,8,64, got {argument!r}"
+            f"expected at most {_MAX_COUNTS} numbers from 1 to {MAX_COUNT:,}, as in 1,8,64, got {argument!r}"
         )
     return tuple(numbers)
 
 
-def rows(argument: str) -> int:
+def parse_rows(argument: str) -> int:
     """Return a number of rows.
 
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    number, *more = counts(argument)
+    number, *more = parse_counts(argument)
     if more:
         raise argparse.ArgumentTypeError(f"expected one number, got {argument!r}")
     return number
 
 
-def seconds(argument: str) -> float:
+def parse_seconds(argument: str) -> float:
     """Return how long something may take.
 
     Raises:
         argparse.ArgumentTypeError: it is no such time.
     """
     try:
-        found = float(argument)
+        value = float(argument)
     except ValueError:
-        found = 0.0
-    if not _LEAST_S <= found <= _MOST_S:
-        raise argparse.ArgumentTypeError(f"expected seconds from {_LEAST_S:g} to {_MOST_S:,}, got {argument!r}")
-    return found
+        value = 0.0
+    if not _MIN_S <= value <= _MAX_S:
+        raise argparse.ArgumentTypeError(f"expected seconds from {_MIN_S:g} to {_MAX_S:,}, got {argument!r}")
+    return value
 
 
 # More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
 MAX_COUNT = 4096
-_MOST_COUNTS = 16
-_LEAST_S, _MOST_S = 0.1, 3600
+_MAX_COUNTS = 16
+_MIN_S, _MAX_S = 0.1, 3600
 
 
 def example_of(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
@@ -108,7 +108,7 @@ def has_free_rows(signature: TensorSignature) -> bool:
 
 def specify(
     inputs: Sequence[TensorSignature],
-    given: Sequence[Tuple[str, Shape]],
+    requested: Sequence[Tuple[str, Shape]],
     rows: Optional[int] = None,
     example: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Tuple[TensorSpec, ...]:
@@ -123,11 +123,11 @@ def specify(
     Raises:
         WrongShape: the model does not take this, or no request can carry it.
     """
-    shapes = _by_name(inputs, given)
+    shapes = _shapes_by_name(inputs, requested)
     if rows is not None and not any(map(has_free_rows, inputs)):
-        raise WrongShape(f"--rows {rows}: no input has a free first dimension: {told(inputs)}")
+        raise WrongShape(f"--rows {rows}: no input has a free first dimension: {describe(inputs)}")
     specs = tuple(
-        TensorSpec(each.name, each.datatype, _shape(each, shapes.get(each.name, example.get(each.name)), rows))
+        TensorSpec(each.name, each.datatype, _resolve_shape(each, shapes.get(each.name, example.get(each.name)), rows))
         for each in inputs
     )
     for spec in specs:
@@ -145,35 +145,35 @@ def rows_of(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> O
     return rows.pop() if len(rows) == 1 else None
 
 
-def told(inputs: Sequence[TensorSignature]) -> str:
+def describe(inputs: Sequence[TensorSignature]) -> str:
     """Return inputs for people."""
     return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
 
 
-def _by_name(inputs: Sequence[TensorSignature], given: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
+def _shapes_by_name(inputs: Sequence[TensorSignature], requested: Sequence[Tuple[str, Shape]]) -> Mapping[str, Shape]:
     names = {each.name for each in inputs}
     shapes: Dict[str, Shape] = {}
-    for name, shape in given:
+    for name, shape in requested:
         if name not in names:
-            raise WrongShape(f"--shape: there is no input {name!r}; there are: {told(inputs)}")
+            raise WrongShape(f"--shape: there is no input {name!r}; there are: {describe(inputs)}")
         if name in shapes:
             raise WrongShape(f"--shape: {name!r} is given twice")
         shapes[name] = shape
     return shapes
 
 
-def _shape(signature: TensorSignature, given: Optional[Shape], rows: Optional[int]) -> Shape:
+def _resolve_shape(signature: TensorSignature, requested: Optional[Shape], rows: Optional[int]) -> Shape:
     declared = signature.shape
-    if given is None:
+    if requested is None:
         if declared is None:
             raise WrongShape(
                 f"input {clean(signature.name)} is of any rank: --shape {clean(signature.name)}=N,N says it"
             )
-        given = tuple(1 if dim < 0 else dim for dim in declared)
-    elif declared is not None and not _fits(given, declared):
-        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.shape_text}, got {list(given)}")
-    return (rows, *given[1:]) if rows is not None and given and has_free_rows(signature) else given
+        requested = tuple(1 if dim < 0 else dim for dim in declared)
+    elif declared is not None and not _fits(requested, declared):
+        raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.shape_text}, got {list(requested)}")
+    return (rows, *requested[1:]) if rows is not None and requested and has_free_rows(signature) else requested
 
 
-def _fits(given: Shape, declared: Shape) -> bool:
-    return len(given) == len(declared) and all(dim in (-1, got) for got, dim in zip(given, declared))
+def _fits(requested: Shape, declared: Shape) -> bool:
+    return len(requested) == len(declared) and all(dim in (-1, got) for got, dim in zip(requested, declared))

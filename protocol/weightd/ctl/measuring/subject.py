@@ -21,10 +21,10 @@ from weightd.protocol.errors import (
 from weightd.protocol.messages.data import TensorSignature
 
 
-def add_arguments(parser: argparse.ArgumentParser, more: str = "") -> None:
+def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
     """Declare which model it is, and `--shape`; `more` is to be said of that."""
     parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
-    shapes.add_argument(parser, more)
+    shapes.add_argument(parser, help_suffix)
 
 
 class Subject(NamedTuple):
@@ -44,37 +44,37 @@ class Subject(NamedTuple):
     example: Mapping[str, shapes.Shape]
     progress: Progress
 
-    def say(self, text: str) -> None:
+    def show_progress(self, text: str) -> None:
         """Show how far it is."""
-        self.progress.say(f"{self.name}: {text}")
+        self.progress.show(f"{self.name}: {text}")
 
-    def asking(self) -> ContextManager[None]:
+    def explain_errors(self) -> ContextManager[None]:
         """Say of an error in the block what may be its reason."""
-        return _asking(self.name, self.inputs)
+        return _explain_errors(self.name, self.inputs)
 
 
 @contextlib.contextmanager
-def ready(connect: Connect, model: str) -> Generator[Subject, None, None]:
+def open_target(connect: Connect, model: str) -> Generator[Subject, None, None]:
     """Have a model of this name that is ready, in the block.
 
     Raises:
         RequestError: it is not, or there is none.
     """
     with connect() as client, Progress() as progress:
-        progress.say(f"{model}: waits until it is ready")
-        with _asking(model):
+        progress.show(f"{model}: waits until it is ready")
+        with _explain_errors(model):
             metadata = client.metadata(model)
         yield Subject(model, client, metadata.inputs, shapes.example_of(metadata), progress)
 
 
 @contextlib.contextmanager
-def _asking(model: str, inputs: Sequence[TensorSignature] = ()) -> Generator[None, None, None]:
+def _explain_errors(model: str, inputs: Sequence[TensorSignature] = ()) -> Generator[None, None, None]:
     hints: Dict[Type[RequestError], str] = dict.fromkeys(
         (DeadlineExceeded, FailedPrecondition, Unavailable),
         f"weightctl status {model} tells how it stands, --timeout waits longer",
     )
     if any(each.shape is None or -1 in each.shape for each in inputs):
-        hint = f"--shape says what the free dimensions are: {shapes.told(inputs)}"
+        hint = f"--shape says what the free dimensions are: {shapes.describe(inputs)}"
         hints.update(dict.fromkeys((Internal, InvalidArgument), hint))
     try:
         yield

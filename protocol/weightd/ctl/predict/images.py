@@ -11,11 +11,11 @@ from weightd.protocol.messages.data import TensorSignature
 from weightd.protocol.tensors import NUMPY_DTYPE
 
 # How files begin that are tried: what else Pillow knows is seldom meant, and much of it old code.
-_STARTS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+_MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 # A photograph of 64 megapixels takes 256 MB while it is read: a larger one is no input of a model.
-_MOST_PIXELS = 64 * 10**6
+_MAX_PIXELS = 64 * 10**6
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -50,16 +50,16 @@ class Layout(NamedTuple):
 
     channels: int
     size: Tuple[Optional[int], Optional[int]]
-    is_last: bool
+    is_channels_last: bool
     has_batch: bool
 
 
 def is_image(start: bytes) -> bool:
     """Return whether a file that begins so is a picture."""
-    return start.startswith(_STARTS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
+    return start.startswith(_MAGIC) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def layout(signature: TensorSignature) -> Layout:
+def parse_layout(signature: TensorSignature) -> Layout:
     """Return how an input has pictures: [N, C, H, W] or [N, H, W, C], C 1, 3 or 4, with or without N.
 
     Raises:
@@ -74,10 +74,10 @@ def layout(signature: TensorSignature) -> Layout:
             f"it is a picture, and the input is {signature.shape_text}: expected [1, C, H, W] or [1, H, W, C], C 1, 3 or 4"
         )
     channels, height, width = (dims[each] for each in ((2, 0, 1) if is_last else (0, 1, 2)))
-    return Layout(channels, (_fixed(width), _fixed(height)), is_last, has_batch)
+    return Layout(channels, (_fixed_dim(width), _fixed_dim(height)), is_last, has_batch)
 
 
-def _fixed(dim: int) -> Optional[int]:
+def _fixed_dim(dim: int) -> Optional[int]:
     return None if dim < 0 else dim
 
 
@@ -87,26 +87,26 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
     Raises:
         WrongImage: it cannot be read, or the input takes no picture.
     """
-    form = layout(signature)
+    image_layout = parse_layout(signature)
     dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
     if dtype.kind != "f" and (signature.datatype != "UINT8" or pixels != Pixels()):
         raise WrongImage(
             f"it is a picture, and the input is {signature.datatype}: expected floats, or UINT8 without --scale, "
             "--mean and --std"
         )
-    values = _read(file, form)
+    values = _read_pixels(file, image_layout)
     if dtype.kind == "f":
         with np.errstate(over="ignore"):
-            values = _scaled(values, pixels).astype(dtype)
+            values = _scale(values, pixels).astype(dtype)
         if not np.isfinite(values).all():
             raise WrongImage(
                 f"--scale, --mean, --std: expected numbers that {signature.datatype} has, got infinite ones"
             )
-    values = values if form.is_last else np.moveaxis(values, -1, 0)
-    return np.ascontiguousarray(values[np.newaxis] if form.has_batch else values)
+    values = values if image_layout.is_channels_last else np.moveaxis(values, -1, 0)
+    return np.ascontiguousarray(values[np.newaxis] if image_layout.has_batch else values)
 
 
-def _read(file: BinaryIO, form: Layout) -> Any:
+def _read_pixels(file: BinaryIO, image_layout: Layout) -> Any:
     """Return height, width and channels of bytes."""
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - few need it
@@ -122,22 +122,22 @@ def _read(file: BinaryIO, form: Layout) -> Any:
                     # Pillow would make 255 of all that is more.
                     raise WrongImage(f"expected 8 bits a channel, got a picture of mode {image.mode}; .npy has others")
                 upright = ImageOps.exif_transpose(image)
-                size = form.size[0] or upright.width, form.size[1] or upright.height
+                size = image_layout.size[0] or upright.width, image_layout.size[1] or upright.height
                 _check_size("an input", *size)
-                picture = upright.convert(_MODES[form.channels]).resize(size, Image.Resampling.BILINEAR)
+                picture = upright.convert(_MODES[image_layout.channels]).resize(size, Image.Resampling.BILINEAR)
     except WrongImage:
         raise
     except Exception as error:  # noqa: BLE001 - what reads foreign formats raises whatever it meets
         raise WrongImage(f"the picture is damaged, or of a kind that cannot be read: {error}") from None
-    return np.asarray(picture).reshape(size[1], size[0], form.channels)
+    return np.asarray(picture).reshape(size[1], size[0], image_layout.channels)
 
 
 def _check_size(what: str, width: int, height: int) -> None:
-    if width * height > _MOST_PIXELS:
-        raise WrongImage(f"expected {what} of at most {_MOST_PIXELS:,} pixels, got {width:,} x {height:,}")
+    if width * height > _MAX_PIXELS:
+        raise WrongImage(f"expected {what} of at most {_MAX_PIXELS:,} pixels, got {width:,} x {height:,}")
 
 
-def _scaled(values: Any, pixels: Pixels) -> Any:
+def _scale(values: Any, pixels: Pixels) -> Any:
     channels = values.shape[-1]
     for name, each in (("--mean", pixels.mean), ("--std", pixels.std)):
         if len(each) not in (0, 1, channels):

@@ -19,7 +19,7 @@ from weightd.protocol.schema import describe_value
 from weightd.protocol.tensors import NUMPY_DTYPE
 
 # More digits than a double or an int64 has any use for; to read millions of them takes minutes.
-_MOST_CHARACTERS = 64
+_MAX_CHARACTERS = 64
 
 # As the outputs of `predict --json` have them, and protobuf's JSON.
 _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -43,7 +43,7 @@ def read_json(text: str) -> Any:
         WrongNumbers: it is none.
     """
     try:
-        return json.loads(text, parse_int=_integer, parse_float=_fraction, object_pairs_hook=_object)
+        return json.loads(text, parse_int=_parse_integer, parse_float=_parse_float, object_pairs_hook=_make_object)
     except RecursionError:
         raise WrongNumbers(f"expected lists of at most {limits.MAX_RANK} levels") from None
     except WrongNumbers:
@@ -52,20 +52,20 @@ def read_json(text: str) -> Any:
         raise WrongNumbers(f"not JSON: {error}") from None
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_CHARACTERS:
-        raise WrongNumbers(f"expected numbers of at most {_MOST_CHARACTERS} digits, got one of {len(digits)}")
+def _parse_integer(digits: str) -> int:
+    if len(digits) > _MAX_CHARACTERS:
+        raise WrongNumbers(f"expected numbers of at most {_MAX_CHARACTERS} digits, got one of {len(digits)}")
     return int(digits)
 
 
-def _fraction(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
         raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
     return value
 
 
-def _object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
+def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
     values: Dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -89,17 +89,17 @@ class Table:
                 cells = line.split(",")
                 if self.rows and len(cells) != len(self.rows[0]):
                     raise WrongNumbers(f"line {number}: expected {len(self.rows[0])} numbers, got {len(cells)}")
-                self.rows.append([_cell(cell.strip(), number, column) for column, cell in enumerate(cells, 1)])
+                self.rows.append([_parse_cell(cell.strip(), number, column) for column, cell in enumerate(cells, 1)])
                 self._lines.append(number)
 
-    def place(self, index: Index) -> str:
+    def position(self, index: Index) -> str:
         """Return where the number of this index stands."""
         return f"line {self._lines[index[0]]}, column {index[1] + 1}"
 
 
-def _cell(cell: str, line: int, column: int) -> float:
+def _parse_cell(cell: str, line: int, column: int) -> float:
     try:
-        if len(cell) > _MOST_CHARACTERS or "_" in cell:
+        if len(cell) > _MAX_CHARACTERS or "_" in cell:
             raise ValueError
         value = int(cell) if _INTEGER.fullmatch(cell) else float(cell)
         if cell[-1:].isdigit() and math.isinf(value):
@@ -109,12 +109,12 @@ def _cell(cell: str, line: int, column: int) -> float:
         raise WrongNumbers(f"line {line}, column {column}: expected a number, got {describe_value(cell)}") from None
 
 
-def place(index: Index) -> str:
+def list_position(index: Index) -> str:
     """Return where a number is in nested lists."""
     return "".join(f"[{each}]" for each in index) or "the value"
 
 
-def of_lists(value: Any, signature: TensorSignature) -> Any:
+def array_of_lists(value: Any, signature: TensorSignature) -> Any:
     """Return the array of a number, a flat list or nested ones.
 
     Raises:
@@ -123,11 +123,11 @@ def of_lists(value: Any, signature: TensorSignature) -> Any:
     shape = _shape(value)
     leaves: List[Any] = []
     _flatten(value, shape, (), leaves)
-    fitted = _fitted(len(leaves), signature) if len(shape) < 2 else None
-    return _array(leaves, shape, fitted, signature, place)
+    fitted = _fitted_shape(len(leaves), signature) if len(shape) < 2 else None
+    return _make_array(leaves, shape, fitted, signature, list_position)
 
 
-def of_table(table: Table, signature: TensorSignature) -> Any:
+def array_of_table(table: Table, signature: TensorSignature) -> Any:
     """Return the array of a table; where the input has not two dimensions, of its numbers in their order.
 
     Raises:
@@ -135,7 +135,7 @@ def of_table(table: Table, signature: TensorSignature) -> Any:
     """
     leaves = [cell for row in table.rows for cell in row]
     shape = len(table.rows), len(table.rows[0]) if table.rows else 0
-    return _array(leaves, shape, _fitted(len(leaves), signature, rank=2), signature, table.place)
+    return _make_array(leaves, shape, _fitted_shape(len(leaves), signature, rank=2), signature, table.position)
 
 
 def _shape(value: Any) -> Index:
@@ -149,22 +149,22 @@ def _shape(value: Any) -> Index:
     return tuple(shape)
 
 
-def _flatten(value: Any, shape: Index, index: Index, into: List[Any]) -> None:
+def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
     """Add the numbers in their order: all lists of a level have to be as long as the first."""
     if not shape:
-        into.append(value)
+        leaves.append(value)
         return
     if not isinstance(value, _LIST) or len(value) != shape[0]:
         what = f"a list of {len(value)}" if isinstance(value, _LIST) else describe_value(value)
-        raise WrongNumbers(f"{place(index)}: expected a list of {shape[0]} as before it, got {what}")
+        raise WrongNumbers(f"{list_position(index)}: expected a list of {shape[0]} as before it, got {what}")
     if len(shape) == 1:
-        into.extend(value)
+        leaves.extend(value)
         return
     for number, each in enumerate(value):
-        _flatten(each, shape[1:], (*index, number), into)
+        _flatten(each, shape[1:], (*index, number), leaves)
 
 
-def _fitted(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
+def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
     """Return the shape that so many numbers have, if they are not written as their input is; None: as they are."""
     declared = signature.shape
     if declared is None or len(declared) == rank:
@@ -183,15 +183,15 @@ def _fitted(count: int, signature: TensorSignature, rank: int = 1) -> Optional[I
     raise WrongNumbers(f"expected {expected} numbers for {signature.shape_text}, got {count:,}")
 
 
-def _array(
+def _make_array(
     leaves: List[Any],
     shape: Index,
     fitted: Optional[Index],
     signature: TensorSignature,
-    place: Callable[[Index], str],
+    position_of: Callable[[Index], str],
 ) -> Any:
     dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
-    convert: Callable[[Any, Any], Any] = _CONVERT.get(str(dtype.kind), _int)
+    convert: Callable[[Any, Any], Any] = _CONVERT.get(str(dtype.kind), _to_int)
     values: List[Any] = []
     try:
         for leaf in leaves:
@@ -199,7 +199,7 @@ def _array(
     except _Unfit as error:
         index = len(values)
         where = tuple(int(each) for each in np.unravel_index(index, shape)) if shape else ()
-        expected = f"{place(where)}: expected {error} for {signature.datatype}"
+        expected = f"{position_of(where)}: expected {error} for {signature.datatype}"
         raise WrongNumbers(f"{expected}, got {describe_value(leaves[index])}") from None
     return np.array(values, dtype).reshape(shape if fitted is None else fitted)
 
@@ -208,19 +208,19 @@ class _Unfit(ValueError):
     """A number cannot be one of these."""
 
 
-def _float(value: Any, dtype: Any) -> float:
-    most = float(np.finfo(dtype).max)
+def _to_float(value: Any, dtype: Any) -> float:
+    maximum = float(np.finfo(dtype).max)
     if isinstance(value, str):
         value = _NOT_FINITE.get(value, value)
     if type(value) not in (int, float):
         raise _Unfit("a number")
     # NaN is not more; infinities are meant.
-    if abs(value) > most and value not in (float("inf"), float("-inf")):
-        raise _Unfit(f"at most {most:g}")
+    if abs(value) > maximum and value not in (float("inf"), float("-inf")):
+        raise _Unfit(f"at most {maximum:g}")
     return float(value)
 
 
-def _int(value: Any, dtype: Any) -> int:
+def _to_int(value: Any, dtype: Any) -> int:
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     if type(value) is float and value.is_integer():
         value = int(value)
@@ -229,10 +229,10 @@ def _int(value: Any, dtype: Any) -> int:
     return value
 
 
-def _bool(value: Any, _: Any) -> bool:
+def _to_bool(value: Any, _: Any) -> bool:
     if type(value) is not bool and not (type(value) in (int, float) and value in (0, 1)):
         raise _Unfit("true or false, 0 or 1")
     return bool(value)
 
 
-_CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _float, "b": _bool}
+_CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bool}

@@ -11,10 +11,10 @@ from weightd.ctl.verb import BadInput
 from weightd.shared.regular import read_regular
 
 # Nobody reads more of them; the others are told by their number.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 
 # Of a file of names.
-_MOST_BYTES = 16 * 2**20
+_MAX_BYTES = 16 * 2**20
 
 Labels = Optional[Sequence[str]]
 
@@ -26,7 +26,7 @@ def read_labels(path: str) -> List[str]:
         BadInput: it cannot be read.
     """
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_regular(path, _MAX_BYTES)
         return [line.strip() for line in content.decode("utf-8-sig").splitlines()]
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
@@ -47,27 +47,27 @@ def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> Non
     """
     sizes = sorted({array.shape[-1] for array in arrays if are_scores(array)})
     if len(labels) not in sizes:
-        there = " or ".join(f"{size:,}" for size in sizes) or "none"
-        raise BadInput(f"{path}: {count(len(labels), 'name')}, and the outputs have vectors of {there} scores")
+        available = " or ".join(f"{size:,}" for size in sizes) or "none"
+        raise BadInput(f"{path}: {count(len(labels), 'name')}, and the outputs have vectors of {available} scores")
 
 
-def top(array: Any, most: int, labels: Labels) -> List[List[Dict[str, Any]]]:
+def top_scores(array: Any, k: int, labels: Labels) -> List[List[Dict[str, Any]]]:
     """Return for each vector its highest scores, the highest first, and of equal ones that which comes first."""
     named = labels if labels is not None and len(labels) == array.shape[-1] else None
-    return [_highest(row, most, named) for row in array.reshape(-1, array.shape[-1])]
+    return [_highest(row, k, named) for row in array.reshape(-1, array.shape[-1])]
 
 
-def _highest(row: Any, most: int, labels: Labels) -> List[Dict[str, Any]]:
+def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
     # NaN is behind all numbers.
-    found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:most]]
+    found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:k]]
     named = [{"label": labels[index]} if labels is not None else {} for index in found]
     return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]
 
 
-def lines_of(array: Any, most: int, labels: Labels) -> Iterator[str]:
+def lines_of(array: Any, k: int, labels: Labels) -> Iterator[str]:
     """Yield what is shown of scores: a line for each of the highest, and a heading for each of several vectors."""
     rows = array.reshape(-1, array.shape[-1])
-    shown = top(rows[:_MOST_ROWS], most, labels)
+    shown = top_scores(rows[:_MAX_ROWS], k, labels)
     width = len(str(array.shape[-1] - 1))
     for number, row in enumerate(shown):
         if len(rows) > 1:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, BinaryIO, Callable, Iterator, NamedTuple, Optional, Sequence, Tuple, Type
 
 from weightd.ctl import arrays, exits
-from weightd.ctl.measuring.shapes import told
+from weightd.ctl.measuring.shapes import describe
 from weightd.ctl.predict import images, numbers
 from weightd.ctl.predict.images import Pixels, WrongImage
 from weightd.ctl.predict.numbers import Table, WrongNumbers
@@ -15,7 +15,7 @@ from weightd.ctl.verb import BadInput, Ended
 from weightd.protocol.messages.data import TensorSignature
 
 # As Python it takes thirty times as much memory; and nobody writes more by hand.
-_MOST_TEXT_BYTES = 64 * 2**20
+_MAX_TEXT_BYTES = 64 * 2**20
 
 _START_BYTES = 16
 
@@ -23,7 +23,7 @@ _START_BYTES = 16
 _MAP: Type[Any] = dict
 
 # How a number begins.
-_NUMBERS = tuple(bytes([each]) for each in b"+-.0123456789")
+_NUMBER_STARTS = tuple(bytes([each]) for each in b"+-.0123456789")
 
 Arrays = Iterator[Tuple[str, Any]]
 
@@ -48,12 +48,12 @@ class Given(NamedTuple):
     array: str = ""
 
     @property
-    def told(self) -> str:
+    def display_name(self) -> str:
         """How the file is called."""
         return "stdin" if self.path == arrays.STDIN else self.path
 
 
-def given(argument: str) -> Given:
+def parse_input_argument(argument: str) -> Given:
     """Return what an argument names.
 
     Raises:
@@ -77,9 +77,9 @@ class Reader:
         pixels: what becomes of those of pictures.
     """
 
-    def __init__(self, model: str, ask: Callable[[], Sequence[TensorSignature]], pixels: Pixels) -> None:
+    def __init__(self, model: str, fetch_inputs: Callable[[], Sequence[TensorSignature]], pixels: Pixels) -> None:
         self._model = model
-        self._ask = ask
+        self._fetch_inputs = fetch_inputs
         self._pixels = pixels
         self._inputs: Optional[Sequence[TensorSignature]] = None
 
@@ -87,90 +87,90 @@ class Reader:
     def inputs(self) -> Sequence[TensorSignature]:
         """What the model takes."""
         if self._inputs is None:
-            self._inputs = self._ask()
+            self._inputs = self._fetch_inputs()
         return self._inputs
 
-    def read(self, given: Given) -> Arrays:
+    def read(self, argument: Given) -> Arrays:
         """Yield names of inputs with their arrays.
 
         Raises:
             BadInput: the file cannot be used.
             Unclear: it is not said which input it is.
         """
-        with arrays.opened(given.path) as file:
+        with arrays.open_input(argument.path) as file:
             try:
                 start = file.read(_START_BYTES)
                 file.seek(0)
-                yield from self._arrays(given, start, file)
+                yield from self._read_arrays(argument, start, file)
             except (WrongNumbers, WrongImage) as error:
-                raise BadInput(f"{given.told}: {clean(str(error))}") from None
+                raise BadInput(f"{argument.display_name}: {clean(str(error))}") from None
             except OSError as error:
-                raise BadInput(f"{given.told}: {error.strerror or error}") from None
+                raise BadInput(f"{argument.display_name}: {error.strerror or error}") from None
 
-    def _arrays(self, given: Given, start: bytes, file: BinaryIO) -> Arrays:
+    def _read_arrays(self, argument: Given, start: bytes, file: BinaryIO) -> Arrays:
         if start[: len(arrays.NPZ[0])] in arrays.NPZ:
-            if given.name:
-                yield given.name, arrays.load_one(given.told, file, given.array or given.name)
+            if argument.name:
+                yield argument.name, arrays.load_one(argument.display_name, file, argument.array or argument.name)
             else:
-                yield from arrays.load_several(given.told, file).items()
+                yield from arrays.load_all(argument.display_name, file).items()
         elif images.is_image(start):
-            signature = self._signature(given)
+            signature = self._input_of(argument)
             yield signature.name, images.load(file, signature, self._pixels)
-        elif _is_json(given, start):
-            yield from self._of_json(given, numbers.read_json(_text(given, file)))
-        elif _is_csv(given, start):
-            table = Table(_text(given, file))
-            signature = self._signature(given)
-            yield signature.name, numbers.of_table(table, signature)
+        elif _is_json(argument, start):
+            yield from self._json_arrays(argument, numbers.read_json(_read_text(argument, file)))
+        elif _is_csv(argument, start):
+            table = Table(_read_text(argument, file))
+            signature = self._input_of(argument)
+            yield signature.name, numbers.array_of_table(table, signature)
         else:
-            array = arrays.load(given.told, file)
-            yield given.name or self._signature(given).name, array
+            array = arrays.load(argument.display_name, file)
+            yield argument.name or self._input_of(argument).name, array
 
-    def _of_json(self, given: Given, value: Any) -> Arrays:
+    def _json_arrays(self, argument: Given, value: Any) -> Arrays:
         if type(value) is not _MAP:
-            signature = self._signature(given)
-            yield signature.name, numbers.of_lists(value, signature)
+            signature = self._input_of(argument)
+            yield signature.name, numbers.array_of_lists(value, signature)
             return
-        if given.name:
+        if argument.name:
             raise WrongNumbers("expected a list or a number, got an object; FILE alone takes inputs by their names")
         for name, each in value.items():
             try:
-                yield name, numbers.of_lists(each, self._named(name))
+                yield name, numbers.array_of_lists(each, self._input_named(name))
             except WrongNumbers as error:
                 raise WrongNumbers(f"{name}: {error}") from None
 
-    def _signature(self, given: Given) -> TensorSignature:
-        if given.name:
-            return self._named(given.name)
+    def _input_of(self, argument: Given) -> TensorSignature:
+        if argument.name:
+            return self._input_named(argument.name)
         if len(self.inputs) != 1:
             raise Unclear(
-                f"{given.told}: {self._model} takes {len(self.inputs)} inputs: expected NAME={given.path}; there are: "
-                f"{told(self.inputs)}"
+                f"{argument.display_name}: {self._model} takes {len(self.inputs)} inputs: expected NAME={argument.path}; there are: "
+                f"{describe(self.inputs)}"
             )
         return self.inputs[0]
 
-    def _named(self, name: str) -> TensorSignature:
+    def _input_named(self, name: str) -> TensorSignature:
         for each in self.inputs:
             if each.name == name:
                 return each
-        raise Unclear(f"{self._model} has no input {name!r}; there are: {told(self.inputs)}")
+        raise Unclear(f"{self._model} has no input {name!r}; there are: {describe(self.inputs)}")
 
 
-def _is_json(given: Given, start: bytes) -> bool:
-    return given.path.endswith(".json") or (given.path == arrays.STDIN and start.lstrip()[:1] in (b"[", b"{"))
+def _is_json(argument: Given, start: bytes) -> bool:
+    return argument.path.endswith(".json") or (argument.path == arrays.STDIN and start.lstrip()[:1] in (b"[", b"{"))
 
 
-def _is_csv(given: Given, start: bytes) -> bool:
-    return given.path.endswith(".csv") or (given.path == arrays.STDIN and start.lstrip()[:1] in _NUMBERS)
+def _is_csv(argument: Given, start: bytes) -> bool:
+    return argument.path.endswith(".csv") or (argument.path == arrays.STDIN and start.lstrip()[:1] in _NUMBER_STARTS)
 
 
-def _text(given: Given, file: BinaryIO) -> str:
-    content = file.read(_MOST_TEXT_BYTES + 1)
-    if len(content) > _MOST_TEXT_BYTES:
+def _read_text(argument: Given, file: BinaryIO) -> str:
+    content = file.read(_MAX_TEXT_BYTES + 1)
+    if len(content) > _MAX_TEXT_BYTES:
         raise BadInput(
-            f"{given.told}: expected text of at most {_MOST_TEXT_BYTES:,} bytes; .npy files take more, and are quicker"
+            f"{argument.display_name}: expected text of at most {_MAX_TEXT_BYTES:,} bytes; .npy files take more, and are quicker"
         )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise BadInput(f"{given.told}: expected numbers as text (UTF-8)") from None
+        raise BadInput(f"{argument.display_name}: expected numbers as text (UTF-8)") from None

@@ -59,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         action="append",
         default=[],
-        type=sources.given,
+        type=sources.parse_input_argument,
         metavar="[NAME=]FILE",
         help="an input of the model; once for each. Without NAME it is the only one that the model has",
     )
@@ -67,15 +67,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random",
         nargs="?",
         const=0,
-        type=_seed,
+        type=_parse_seed,
         metavar="SEED",
         help="make up the inputs that are not given; others for each SEED (default: 0)",
     )
     shapes.add_argument(parser, ", with --random")
-    _add_pixels(parser)
+    _add_pixel_arguments(parser)
     parser.add_argument(
         "--top",
-        type=shapes.rows,
+        type=shapes.parse_rows,
         metavar="K",
         help="show the K highest of each vector of scores, with their indices",
     )
@@ -87,30 +87,30 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_pixels(parser: argparse.ArgumentParser) -> None:
+def _add_pixel_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale",
-        type=_number,
+        type=_parse_number,
         metavar="F",
         help="by which the values of a picture are multiplied (default: 1/255 for floats)",
     )
     parser.add_argument(
         "--mean",
-        type=_numbers,
+        type=_parse_numbers,
         default=(),
         metavar="F,F,F",
         help="what is subtracted then, for each channel or once for all (default: 0)",
     )
     parser.add_argument(
         "--std",
-        type=_numbers,
+        type=_parse_numbers,
         default=(),
         metavar="F,F,F",
         help="by which that is divided, likewise (default: 1)",
     )
 
 
-def _seed(argument: str) -> int:
+def _parse_seed(argument: str) -> int:
     try:
         seed = int(argument)
     except ValueError:
@@ -120,14 +120,14 @@ def _seed(argument: str) -> int:
     return seed
 
 
-def _number(argument: str) -> float:
-    [number, *more] = _numbers(argument)
+def _parse_number(argument: str) -> float:
+    [number, *more] = _parse_numbers(argument)
     if more:
         raise argparse.ArgumentTypeError(f"expected one number, got {argument!r}")
     return number
 
 
-def _numbers(argument: str) -> Tuple[float, ...]:
+def _parse_numbers(argument: str) -> Tuple[float, ...]:
     try:
         numbers = tuple(float(each) for each in argument.split(","))
     except ValueError:
@@ -137,7 +137,7 @@ def _numbers(argument: str) -> Tuple[float, ...]:
     return numbers
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     names = [each.name for each in options.input if each.name]
     for name in names:
         if names.count(name) > 1:
@@ -151,23 +151,23 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    _check(options)
+    _check_options(options)
     labels = scores.read_labels(options.labels) if options.labels else None
     with connect() as client:
-        inputs = _inputs(options, client)
+        inputs = _read_inputs(options, client)
         outputs = client.infer(options.model, inputs)
     if labels is not None:
         scores.check_labels(options.labels, labels, list(outputs.values()))
-    shown = Shown(_written(options.output, outputs), options.top, labels)
+    output_format = Shown(_write_outputs(options.output, outputs), options.top, labels)
     if options.json:
-        print(json.dumps({"model_name": options.model, "outputs": [shown.json(*each) for each in outputs.items()]}))
+        print(json.dumps({"model_name": options.model, "outputs": [output_format.json(*each) for each in outputs.items()]}))
     else:
         for name, array in outputs.items():
-            print("\n".join(shown.lines(name, array)))
+            print("\n".join(output_format.lines(name, array)))
     return exits.OK
 
 
-def _inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
+def _read_inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     pixels = Pixels(options.scale, options.mean, options.std)
     reader = Reader(options.model, lambda: client.metadata(options.model).inputs, pixels)
     inputs: Dict[str, Any] = {}
@@ -179,17 +179,17 @@ def _inputs(options: argparse.Namespace, client: Client) -> Dict[str, Any]:
     if options.random is not None:
         metadata = client.metadata(options.model)
         missing = [each for each in metadata.inputs if each.name not in inputs]
-        inputs.update(_made_up(missing, options, shapes.example_of(metadata)))
+        inputs.update(_random_inputs(missing, options, shapes.example_of(metadata)))
     return inputs
 
 
-def _made_up(
+def _random_inputs(
     missing: Sequence[TensorSignature], options: argparse.Namespace, example: Mapping[str, shapes.Shape]
 ) -> Dict[str, Any]:
-    return samples.make(shapes.specify(missing, options.shape, example=example), options.random)
+    return samples.make_inputs(shapes.specify(missing, options.shape, example=example), options.random)
 
 
-def _written(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping[str, str]:
+def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping[str, str]:
     if not output:
         return {}
     return arrays.save_together(output, outputs) if output.endswith(".npz") else arrays.save(output, outputs)
@@ -204,9 +204,9 @@ class Shown:
         labels: what scores are called.
     """
 
-    def __init__(self, paths: Mapping[str, str], most: Optional[int], labels: Labels) -> None:
+    def __init__(self, paths: Mapping[str, str], top: Optional[int], labels: Labels) -> None:
         self._paths = paths
-        self._most = most
+        self._top = top
         self._labels = labels
 
     def lines(self, name: str, array: Any) -> Iterator[str]:
@@ -215,9 +215,9 @@ class Shown:
         path = self._paths.get(name)
         if path is not None:
             heading = f"{heading} -> {clean(path)}"
-        if self._most is not None and scores.are_scores(array):
+        if self._top is not None and scores.are_scores(array):
             yield heading
-            yield from scores.lines_of(array, self._most, self._labels)
+            yield from scores.lines_of(array, self._top, self._labels)
         elif path is not None:
             yield heading
         else:
@@ -225,16 +225,16 @@ class Shown:
 
     def json(self, name: str, array: Any) -> Dict[str, Any]:
         """Return an output for JSON."""
-        instead: Dict[str, Any] = {}
+        replacement: Dict[str, Any] = {}
         if name in self._paths:
-            instead["file"] = self._paths[name]
-        if self._most is not None and scores.are_scores(array):
-            instead["top"] = [_json(row) for row in scores.top(array, self._most, self._labels)]
-        return {**arrays.describe(name, array), **instead} if instead else arrays.as_json(name, array)
+            replacement["file"] = self._paths[name]
+        if self._top is not None and scores.are_scores(array):
+            replacement["top"] = [_scores_json(row) for row in scores.top_scores(array, self._top, self._labels)]
+        return {**arrays.describe(name, array), **replacement} if replacement else arrays.as_json(name, array)
 
 
-def _json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    return [{**each, "score": arrays.number(each["score"])} for each in row]
+def _scores_json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    return [{**each, "score": arrays.json_number(each["score"])} for each in row]
 
 
-VERB = Verb("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)

@@ -21,21 +21,21 @@ _HEADING = (
     "OWN MB",
     "SHARED MB",
 )
-_LEFT = 3
+_LEFT_COLUMNS = 3
 
 # Who answers no request.
-_TAKE_NONE = ("holder", "broker")
+_NON_SERVING_ROLES = ("holder", "broker")
 
-_ORIGINS = {"forked": "forked of the fork server", "template": "forked of the template"}
-_MOST_NAMES = 8
+_ORIGIN_TEXTS = {"forked": "forked of the fork server", "template": "forked of the template"}
+_MAX_NAMES = 8
 
 
 def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
-    far = progress_text(generation.done, generation.left_s)
-    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{far and f', {far}'}{sha256}"
+    progress_text = progress_text(generation.done, generation.left_s)
+    yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{progress_text and f', {progress_text}'}{sha256}"
     if generation.cause:
         yield from paragraph("cause", generation.cause, "    ")
     if generation.canary:
@@ -43,71 +43,71 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     if generation.rows:
         yield from paragraph("rows", generation.rows, "    ")
     if generation.processes:
-        yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT, "    ")
+        yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT_COLUMNS, "    ")
     for process in generation.processes:
         if process.note:
             yield from paragraph(_short(process.name, prefix), process.note, "    ")
-    yield from _places(generation, prefix)
-    yield from _slices(generation, prefix)
-    yield from _concurrent(generation, prefix)
-    yield from _origins(generation, prefix)
+    yield from _device_lines(generation, prefix)
+    yield from _slice_lines(generation, prefix)
+    yield from _concurrency_lines(generation, prefix)
+    yield from _origin_lines(generation, prefix)
     if generation.note:
         yield from paragraph("note", generation.note, "    ")
-    yield from _savings(generation)
+    yield from _savings_lines(generation)
 
 
-def _places(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+def _device_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Who runs on which device, where these are several: a paragraph for each."""
-    places: Dict[str, List[str]] = {}
+    names_by_device: Dict[str, List[str]] = {}
     for process in generation.processes:
         if process.device not in ("", generation.device):
-            places.setdefault(process.device, []).append(_short(process.name, prefix))
-    for device, names in places.items():
+            names_by_device.setdefault(process.device, []).append(_short(process.name, prefix))
+    for device, names in names_by_device.items():
         yield from paragraph(f"on {clean(device)}", ", ".join(names), "    ")
 
 
-def _slices(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+def _slice_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """What each rank has loaded, where there are ranks."""
     slices = [f"{_short(each.name, prefix)} {clean(each.sha256)[:12]}" for each in generation.processes if each.sha256]
     if slices:
         yield from paragraph("sha256 of slices", ", ".join(slices), "    ")
 
 
-def _concurrent(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Who runs more than one predict at once: a paragraph for each number."""
-    numbers: Dict[int, List[str]] = {}
+    names_by_concurrency: Dict[int, List[str]] = {}
     for process in generation.processes:
-        if process.concurrency > 1 and process.role not in _TAKE_NONE:
-            numbers.setdefault(process.concurrency, []).append(_short(process.name, prefix))
-    for number, names in numbers.items():
+        if process.concurrency > 1 and process.role not in _NON_SERVING_ROLES:
+            names_by_concurrency.setdefault(process.concurrency, []).append(_short(process.name, prefix))
+    for number, names in names_by_concurrency.items():
         yield from paragraph(f"{number} predicts at once", ", ".join(names), "    ")
 
 
-def _origins(generation: GenerationStatus, prefix: str) -> Iterator[str]:
+def _origin_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """How processes came to be, and why not otherwise: a paragraph for each way."""
-    ways: Dict[Tuple[Optional[str], str], List[str]] = {}
+    names_by_origin: Dict[Tuple[Optional[str], str], List[str]] = {}
     for process in generation.processes:
-        ways.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
-    for (origin, note), names in ways.items():
+        names_by_origin.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
+    for (origin, note), names in names_by_origin.items():
         if origin is not None:
-            who = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names):,} processes"
-            yield from paragraph(_ORIGINS.get(origin, clean(origin)), f"{who}{': ' if note else ''}{note}", "    ")
+            who = ", ".join(names) if len(names) <= _MAX_NAMES else f"{len(names):,} processes"
+            yield from paragraph(_ORIGIN_TEXTS.get(origin, clean(origin)), f"{who}{': ' if note else ''}{note}", "    ")
 
 
 def _row(process: ProcessStatus, prefix: str) -> List[str]:
-    works = process.role not in _TAKE_NONE
+    is_serving = process.role not in _NON_SERVING_ROLES
     return [
         _short(process.name, prefix),
         process.role,
         clean(process.state),
         str(process.pid),
-        f"{process.served:,}" if works else "-",
-        str(process.in_flight) if works else "-",
+        f"{process.served:,}" if is_serving else "-",
+        str(process.in_flight) if is_serving else "-",
         milliseconds(process.p50_us),
         milliseconds(process.p99_us),
         megabytes(process.pss_bytes),
         megabytes(process.own_bytes),
-        megabytes(process.shared_bytes) if works else "-",
+        megabytes(process.shared_bytes) if is_serving else "-",
     ]
 
 
@@ -116,7 +116,7 @@ def _short(name: str, prefix: str) -> str:
     return clean(name[len(prefix) :] if name.startswith(prefix) else name)
 
 
-def _savings(generation: GenerationStatus) -> Iterator[str]:
+def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
     if any(process.role == "rank" for process in generation.processes):
         return  # each has a slice that no other one has
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)

@@ -37,11 +37,11 @@ def render(response: StatusResponse, total: int) -> str:
         lines += paragraph("note", response.note, "  ")
     lines.append("")
     for model in response.models:
-        lines += [*_model(model), ""]
-    lines += [line for device in response.devices for line in _device(device)]
+        lines += [*_model_lines(model), ""]
+    lines += [line for device in response.devices for line in _device_lines(device)]
     lines += tenants.lines_of(response.tenants, [model.name for model in response.models])
-    lines += map(_gate, response.gates)
-    lines += map(_fork_server, response.fork_servers)
+    lines += map(_proxy_line, response.gates)
+    lines += map(_fork_server_line, response.fork_servers)
     if response.dropped:
         lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
     if response.pid:
@@ -51,11 +51,11 @@ def render(response: StatusResponse, total: int) -> str:
     if response.held_bytes:
         lines.append(f"kept for clients: {binary(response.held_bytes)} of {binary(response.max_memory_bytes)}")
     if response.memory is not None:
-        lines += _limit(response.memory)
+        lines += _memory_limit_line(response.memory)
     return "\n".join(lines)
 
 
-def _model(model: ModelStatus) -> Iterator[str]:
+def _model_lines(model: ModelStatus) -> Iterator[str]:
     weights = f" with {clean(model.weights)}" if model.weights else ""
     path = f", {clean(model.path)}" if model.path else ""
     yield f"{clean(model.name)}: {clean(model.state).upper()}, {clean(model.engine)}{path}{weights}"
@@ -63,7 +63,7 @@ def _model(model: ModelStatus) -> Iterator[str]:
     if model.p50_us is not None:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
     yield f"  {counts}"
-    yield from _executions(model)
+    yield from _execution_lines(model)
     if model.deaths or model.quarantined:
         yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
     if model.retry_s is not None:
@@ -76,31 +76,31 @@ def _model(model: ModelStatus) -> Iterator[str]:
         yield from generation.lines_of(each, f"{model.name}.{each.number}.")
 
 
-def _executions(model: ModelStatus) -> Iterator[str]:
+def _execution_lines(model: ModelStatus) -> Iterator[str]:
     """What was run, where that is not simply each request."""
-    ran = model.executions
-    if ran is None or not (ran.rows or ran.again):
+    executions = model.executions
+    if executions is None or not (executions.rows or executions.again):
         return
-    parts = [count(ran.count, "execution")]
-    if ran.cut:
-        parts.append(f"{count(ran.cut, 'request')} cut")
-    if ran.padded:
-        parts.append(f"{count(ran.padded, 'row')} padded")
-    if ran.again:
-        parts.append(f"{ran.again:,} run again")
+    parts = [count(executions.count, "execution")]
+    if executions.cut:
+        parts.append(f"{count(executions.cut, 'request')} cut")
+    if executions.padded:
+        parts.append(f"{count(executions.padded, 'row')} padded")
+    if executions.again:
+        parts.append(f"{executions.again:,} run again")
     yield f"  {', '.join(parts)}"
-    if ran.rows:
-        yield f"  executions by rows: {', '.join(f'{_up_to(each.most)}: {each.count:,}' for each in ran.rows)}"
+    if executions.rows:
+        yield f"  executions by rows: {', '.join(f'{_row_range(each.most)}: {each.count:,}' for each in executions.rows)}"
 
 
-def _up_to(most: int) -> str:
-    return str(most) if most <= 2 else f"{most // 2 + 1} to {most}"
+def _row_range(max_rows: int) -> str:
+    return str(max_rows) if max_rows <= 2 else f"{max_rows // 2 + 1} to {max_rows}"
 
 
-def _device(device: DeviceStatus) -> Iterator[str]:
-    has = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
+def _device_lines(device: DeviceStatus) -> Iterator[str]:
+    capacity = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
     used = device.weights_bytes + device.process_bytes + device.buffer_bytes
-    yield f"{clean(device.name)}: {size(used)} {has}, {device.processes} of {device.max_processes} processes"
+    yield f"{clean(device.name)}: {size(used)} {capacity}, {device.processes} of {device.max_processes} processes"
     yield (
         f"  weights {size(device.weights_bytes)} once, processes {size(device.process_bytes)} beside them, "
         f"sharing saves {size(device.saved_bytes)}"
@@ -112,21 +112,21 @@ def _device(device: DeviceStatus) -> Iterator[str]:
     yield ""
 
 
-def _gate(gate: GateStatus) -> str:
-    process = f"gate {gate.pid}" if gate.pid else "its gate is starting"
-    restarts = f", restarted {gate.restarts:,} times" if gate.restarts else ""
-    clients = count(gate.peers, "client")
-    return f"listener {clean(gate.name)}: {clean(gate.address)}, {process}, {clients}{restarts}"
+def _proxy_line(proxy: GateStatus) -> str:
+    process = f"gate {proxy.pid}" if proxy.pid else "its gate is starting"
+    restarts = f", restarted {proxy.restarts:,} times" if proxy.restarts else ""
+    clients = count(proxy.peers, "client")
+    return f"listener {clean(proxy.name)}: {clean(proxy.address)}, {process}, {clients}{restarts}"
 
 
-def _fork_server(server: ForkServerStatus) -> str:
+def _fork_server_line(server: ForkServerStatus) -> str:
     where = f"fork server of {clean(server.engine)} under {clean(server.python)}"
     if not server.pid:
         return f"{where}: none, {clean(server.note)}"
     return f"{where}: {server.pid}, {count(server.forked, 'process')} forked, {size(server.pss_bytes or 0)}"
 
 
-def _limit(memory: MemoryLimit) -> Iterator[str]:
+def _memory_limit_line(memory: MemoryLimit) -> Iterator[str]:
     """The line about the control group; none where nothing limits it and nothing has happened."""
     limit, high, kills, pressure = memory.limit_bytes, memory.high_bytes, memory.oom_kills, memory.pressure_percent
     if limit is None and high is None and not kills and not pressure:

@@ -21,18 +21,18 @@ _HEADING = (
     "IN MB",
     "OUT MB",
 )
-_LEFT = 2
+_LEFT_COLUMNS = 2
 
 # Of a column: names of models are up to 64 characters.
-_MOST_CHARACTERS = 24
+_MAX_CHARACTERS = 24
 
 
 def lines_of(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
     """Yield what is shown of tenants; of `models` alone, and of what is no model's."""
-    found = [(tenant, _of(tenant, models)) for tenant in tenants]
+    found = [(tenant, _shown_accounts(tenant, models)) for tenant in tenants]
     rows = [row for tenant, accounts in found for row in _rows(tenant, accounts)]
     if rows:
-        yield from table([_HEADING, *rows], _LEFT, "")
+        yield from table([_HEADING, *rows], _LEFT_COLUMNS, "")
     for tenant, accounts in found:
         if accounts:
             yield from paragraph(clean(tenant.name), "; ".join(_notes(tenant, accounts)), "")
@@ -43,19 +43,19 @@ def lines_of(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator
         yield ""
 
 
-def _of(tenant: TenantStatus, models: Sequence[str]) -> List[AccountStatus]:
+def _shown_accounts(tenant: TenantStatus, models: Sequence[str]) -> List[AccountStatus]:
     return [each for each in tenant.accounts if each.model in models or not each.model]
 
 
 def _rows(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[List[str]]:
-    name = _short(tenant.name)
+    name = _shorten(tenant.name)
     for account in accounts:
-        yield [name, _short(account.model) or "(other)", *_figures(account)]
+        yield [name, _shorten(account.model) or "(other)", *_account_cells(account)]
         # It stands once.
         name = ""
 
 
-def _figures(account: AccountStatus) -> List[str]:
+def _account_cells(account: AccountStatus) -> List[str]:
     return [
         f"{account.requests:,}",
         f"{account.served:,}",
@@ -87,6 +87,6 @@ def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[
         yield f"(other) has {count(tenant.summed, 'model')} for which there is no room"
 
 
-def _short(name: str) -> str:
+def _shorten(name: str) -> str:
     name = clean(name)
-    return name if len(name) <= _MOST_CHARACTERS else f"{name[: _MOST_CHARACTERS - 3]}..."
+    return name if len(name) <= _MAX_CHARACTERS else f"{name[: _MAX_CHARACTERS - 3]}..."

@@ -64,12 +64,12 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
             raise NotReached(error) from None
     total = pss_total(response)
     if options.model is not None:
-        response = only(response, options.model)
+        response = filter_model(response, options.model)
     print(json.dumps(render.as_json(response, total)) if options.json else render.render(response, total))
     return exit_status(response)
 
 
-def only(response: StatusResponse, name: str) -> StatusResponse:
+def filter_model(response: StatusResponse, name: str) -> StatusResponse:
     """Return `response` without the other models.
 
     Raises:
@@ -100,4 +100,4 @@ def pss_total(response: StatusResponse) -> int:
     return response.pss_bytes + servers + sum(processes.values())
 
 
-VERB = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _run)

@@ -14,8 +14,8 @@ from weightd.shared.overview.rows import Overview
 
 # For an answer: metrics are told at once, so that a daemon which has not answered by then hangs. A status may take as
 # long as there are processes.
-PATIENCE_S = 5.0
-_STATUS_PATIENCE_S = 30.0
+METRICS_TIMEOUT_S = 5.0
+_STATUS_TIMEOUT_S = 30.0
 
 
 class Found(NamedTuple):
@@ -28,8 +28,8 @@ class Found(NamedTuple):
     """
 
     overview: Optional[Overview]
-    at: float
-    trouble: str = ""
+    polled_at: float
+    error: str = ""
 
 
 class Asker:
@@ -43,15 +43,15 @@ class Asker:
         self._client = client
         self._history = History()
 
-    def ask(self) -> Overview:
+    def poll(self) -> Overview:
         """Ask once.
 
         Raises:
             WeightdError: there is no answer, or not this one.
         """
-        self._history.on_metrics(self._client.metrics(timeout=min(PATIENCE_S, self._client.timeout)))
+        self._history.on_metrics(self._client.metrics(timeout=min(METRICS_TIMEOUT_S, self._client.timeout)))
         if self._history.should_request_status(time.monotonic()):
-            self._history.on_status(self._client.status(timeout=min(_STATUS_PATIENCE_S, self._client.timeout)))
+            self._history.on_status(self._client.status(timeout=min(_STATUS_TIMEOUT_S, self._client.timeout)))
         return self._history.overview()
 
 
@@ -64,12 +64,12 @@ class Asking:
         found: takes what comes of it, in that thread.
     """
 
-    def __init__(self, asker: Asker, delay: float, found: Callable[[Found], None]) -> None:
-        self._asker = asker
-        self._delay = delay
-        self._found = found
+    def __init__(self, poller: Asker, delay_s: float, on_result: Callable[[Found], None]) -> None:
+        self._poller = poller
+        self._delay_s = delay_s
+        self._on_result = on_result
         self._wake = threading.Event()
-        self._ends = False
+        self._is_stopping = False
         # A daemon that hangs does not keep who wants to leave.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -78,22 +78,22 @@ class Asking:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends = True
+        self._is_stopping = True
         self._wake.set()
 
-    def soon(self, delay: float) -> None:
+    def poll_now(self, delay_s: float) -> None:
         """Ask now, and from now on so often."""
-        self._delay = delay
+        self._delay_s = delay_s
         self._wake.set()
 
     def _run(self) -> None:
-        while not self._wake.wait(self._delay) or not self._ends:
+        while not self._wake.wait(self._delay_s) or not self._is_stopping:
             self._wake.clear()
-            self._found(self._once())
+            self._on_result(self._poll_once())
 
-    def _once(self) -> Found:
+    def _poll_once(self) -> Found:
         try:
-            overview = self._asker.ask()
+            overview = self._poller.poll()
         except RequestError as error:
             return Found(None, time.monotonic(), f"{error.code}: {clean(str(error))}")
         except WeightdError as error:

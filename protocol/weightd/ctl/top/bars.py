@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Optional, Sequence, Tuple
 
-from weightd.ctl.top.lines import Piece, Style
+from weightd.ctl.top.lines import Span, Style
 
 
 class Glyphs(NamedTuple):
@@ -26,7 +26,7 @@ class Glyphs(NamedTuple):
 
 
 # Of a bar: its size, the character, and what it is.
-Part = Tuple[int, str, Style]
+Segment = Tuple[int, str, Style]
 
 BLOCKS = Glyphs(" ▁▂▃▄▅▆▇█", "█", "▓", "▒", "░")
 ASCII = Glyphs(" .:-=+*#@", "#", "+", "-", ".")
@@ -47,13 +47,13 @@ def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
     What is more than nothing is seen.
     """
     last = values[-width:] if width > 0 else ()
-    most = max((each for each in last if each is not None), default=0.0)
+    maximum = max((each for each in last if each is not None), default=0.0)
     steps = len(glyphs.spark) - 1
-    drawn = [0 if not each or most <= 0 else max(1, round(steps * each / most)) for each in last]
+    drawn = [0 if not each or maximum <= 0 else max(1, round(steps * each / maximum)) for each in last]
     return "".join(glyphs.spark[each] for each in drawn).rjust(max(0, width))
 
 
-def bar(parts: Sequence[Part], whole: int, width: int) -> List[Piece]:
+def bar(segments: Sequence[Segment], total: int, width: int) -> List[Span]:
     """Return parts of a whole, each as wide as its share, one beside the other; all together they are right, too.
 
     Args:
@@ -61,11 +61,11 @@ def bar(parts: Sequence[Part], whole: int, width: int) -> List[Piece]:
         whole: what the whole width stands for.
         width: of the bar.
     """
-    pieces: List[Piece] = []
+    spans: List[Span] = []
     size, drawn = 0, 0
-    for part, character, style in parts:
+    for part, character, style in segments:
         size += part
-        end = round(width * size / whole) if whole > 0 else 0
-        pieces.append((character * (end - drawn), style))
+        end = round(width * size / total) if total > 0 else 0
+        spans.append((character * (end - drawn), style))
         drawn = end
-    return [*pieces, (" " * (width - drawn), Style.TEXT)]
+    return [*spans, (" " * (width - drawn), Style.TEXT)]

@@ -25,14 +25,14 @@ class Style(enum.Enum):
     PLAIN = "plain"
 
 
-Piece = Tuple[str, Style]
+Span = Tuple[str, Style]
 
 
 class Line(NamedTuple):
     """Pieces, one beside the other; `selected` is the line on which the cursor is."""
 
-    pieces: Sequence[Piece]
-    selected: bool = False
+    pieces: Sequence[Span]
+    is_selected: bool = False
 
     @property
     def text(self) -> str:
@@ -40,18 +40,18 @@ class Line(NamedTuple):
         return "".join(text for text, _ in self.pieces)
 
 
-def line(text: str = "", style: Style = Style.TEXT) -> Line:
+def text_line(text: str = "", style: Style = Style.TEXT) -> Line:
     """Return a line of one piece."""
     return Line([(text, style)])
 
 
-def cut(line: Line, width: int) -> Line:
+def truncate(line: Line, width: int) -> Line:
     """Return as much of a line as there is room for."""
-    pieces: List[Piece] = []
+    spans: List[Span] = []
     for text, style in line.pieces:
-        pieces.append((text[: max(0, width)], style))
+        spans.append((text[: max(0, width)], style))
         width -= len(text)
-    return Line([each for each in pieces if each[0]], line.selected)
+    return Line([each for each in spans if each[0]], line.is_selected)
 
 
 def narrow(text: str) -> str:

@@ -12,7 +12,7 @@ from weightd.shared.overview.rows import ModelRow, Overview, ProcessRow, TenantR
 R = TypeVar("R")
 
 _NONE = "-"
-_ALWAYS = 9
+_MAX_PRIORITY = 9
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Column(Generic[R]):
 
     heading: str
     text: Callable[[R], str]
-    worth: int = _ALWAYS
+    priority: int = _MAX_PRIORITY
     is_left: bool = False
     style: Callable[[R], Style] = lambda _: Style.TEXT
 
@@ -52,7 +52,7 @@ class Table(Generic[R]):
     rows: Callable[[Overview], Sequence[R]]
     key: Callable[[R], str]
     columns: Sequence[Column[R]]
-    sorts: Dict[str, Callable[[R], Any]]
+    sort_keys: Dict[str, Callable[[R], Any]]
     spark: Optional[Callable[[R], Sequence[Optional[float]]]] = None
     model: Callable[[R], str] = field(default=lambda _: "")
 
@@ -71,7 +71,7 @@ def _ms(seconds: Optional[float]) -> str:
     return f"{seconds * 1e3:,.2f}" if seconds < 10 else f"{seconds * 1e3:,.0f}"
 
 
-def _least_if_none(value: Optional[float]) -> float:
+def _none_first(value: Optional[float]) -> float:
     return -1.0 if value is None else value
 
 
@@ -119,9 +119,9 @@ MODELS: Table[ModelRow] = Table(
     ],
     {
         "N": lambda row: row.name,
-        "R": lambda row: _least_if_none(row.pace.rate),
+        "R": lambda row: _none_first(row.pace.rate),
         "Q": lambda row: row.queued,
-        "L": lambda row: _least_if_none(row.pace.p99_s),
+        "L": lambda row: _none_first(row.pace.p99_s),
         "M": lambda row: 0 if row.memory is None else row.memory.now_bytes,
     },
     spark=lambda row: [each.rate for each in row.pace.moments],
@@ -149,9 +149,9 @@ PROCESSES: Table[ProcessRow] = Table(
     ],
     {
         "N": lambda row: (row.model, row.name),
-        "R": lambda row: _least_if_none(row.rate),
+        "R": lambda row: _none_first(row.rate),
         "Q": lambda row: row.in_flight,
-        "L": lambda row: _least_if_none(row.p99_s),
+        "L": lambda row: _none_first(row.p99_s),
         "M": lambda row: row.pss_bytes or 0,
     },
     model=lambda row: row.model,
@@ -177,9 +177,9 @@ TENANTS: Table[TenantRow] = Table(
     ],
     {
         "N": lambda row: row.name,
-        "R": lambda row: _least_if_none(row.rate),
+        "R": lambda row: _none_first(row.rate),
         "Q": lambda row: row.queued,
-        "L": lambda row: _least_if_none(row.wait_s),
+        "L": lambda row: _none_first(row.wait_s),
     },
 )  # fmt: skip
 

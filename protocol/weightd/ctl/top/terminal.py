@@ -39,7 +39,7 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> None:
+def show(poller: Asker, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
     """Show pictures until `q`, or so many of them.
 
     Args:
@@ -52,18 +52,18 @@ def show(asker: Asker, first: Overview, delay: float, most: Optional[int]) -> No
         locale.setlocale(locale.LC_ALL, "")
     # What curses would wait after Esc is a second.
     os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
-    with _woken() as (wake, woken):
-        screen = Screen(first, delay, most)
+    with _wakeup_socket() as (wake, woken):
+        screen = Screen(first, delay_s, max_updates)
 
         def found(what: Found) -> None:
-            screen.findings.put(what)
+            screen.results.put(what)
             wake()
 
-        with Asking(asker, delay, found) as asking:
-            _wrapped(lambda window: screen.run(window, woken, asking.soon))
+        with Asking(poller, delay_s, found) as asking:
+            _run_curses(lambda window: screen.run(window, woken, asking.poll_now))
 
 
-def _wrapped(run: Callable[[curses.window], None]) -> None:
+def _run_curses(run: Callable[[curses.window], None]) -> None:
     """Have curses until the end of this; whoever types Ctrl-C again and again has the terminal as it was, too."""
     before = signal.getsignal(signal.SIGINT)
 
@@ -71,7 +71,7 @@ def _wrapped(run: Callable[[curses.window], None]) -> None:
         try:
             run(window)
         finally:
-            signal.signal(signal.SIGINT, _nothing)
+            signal.signal(signal.SIGINT, _ignore_signal)
 
     try:
         curses.wrapper(run_and_end)
@@ -80,12 +80,12 @@ def _wrapped(run: Callable[[curses.window], None]) -> None:
 
 
 @contextlib.contextmanager
-def _woken() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
+def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
     """A socket that is readable once the function was called, or the terminal has another size."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    before = signal.signal(signal.SIGWINCH, _nothing)
+    before = signal.signal(signal.SIGWINCH, _ignore_signal)
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def wake() -> None:
@@ -101,7 +101,7 @@ def _woken() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
         writer.close()
 
 
-def _nothing(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """A handler is needed for a signal to wake anybody."""
 
 
@@ -117,76 +117,76 @@ class Screen:
         findings: what came of asking, put there by another thread.
     """
 
-    def __init__(self, first: Overview, delay: float, most: Optional[int]) -> None:
-        self.findings: queue.Queue[Found] = queue.Queue()
+    def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
+        self.results: queue.Queue[Found] = queue.Queue()
         self._view = View()
-        self._overview, self._at, self._trouble = first, time.monotonic(), ""
-        self._delay = delay
-        self._left = most
+        self._overview, self._polled_at, self._error = first, time.monotonic(), ""
+        self._delay_s = delay_s
+        self._updates_left = max_updates
         self._encoding = locale.nl_langinfo(locale.CODESET)
         self._glyphs = glyphs(self._encoding)
 
-    def run(self, window: curses.window, woken: socket.socket, ask: Callable[[float], None]) -> None:
+    def run(self, window: curses.window, wakeup: socket.socket, poll_now: Callable[[float], None]) -> None:
         """Show, until it ends; `ask` has the daemon asked now, and then so often."""
-        styles = _styles()
+        styles = _make_styles()
         window.nodelay(True)
         window.keypad(True)
         poll = select.poll()
-        for each in (sys.stdin, woken):
+        for each in (sys.stdin, wakeup):
             poll.register(each, select.POLLIN)
         while True:
             self._show(window, styles)
             if any(event & ~select.POLLIN for _, event in poll.poll(1000 * _TICK_S)):
                 return  # the terminal is gone
             with contextlib.suppress(BlockingIOError):
-                woken.recv(4096)
-            self._take()
-            if self._left == 0 or not self._press(_keys(window), ask):
+                wakeup.recv(4096)
+            self._take_results()
+            if self._updates_left == 0 or not self._handle_keys(_read_keys(window), poll_now):
                 return
 
-    def _take(self) -> None:
+    def _take_results(self) -> None:
         """Look at what came of asking."""
-        while not self.findings.empty():
-            found = self.findings.get()
-            self._trouble = found.trouble
+        while not self.results.empty():
+            found = self.results.get()
+            self._error = found.error
             if found.overview is not None:
-                self._overview, self._at = found.overview, found.at
-            if self._left is not None:
-                self._left = max(0, self._left - 1)
+                self._overview, self._polled_at = found.overview, found.polled_at
+            if self._updates_left is not None:
+                self._updates_left = max(0, self._updates_left - 1)
 
-    def _press(self, keys: Iterable[str], ask: Callable[[float], None]) -> bool:
+    def _handle_keys(self, keys: Iterable[str], poll_now: Callable[[float], None]) -> bool:
         """Do what keys want; return whether it goes on."""
         for key in keys:
-            wish = self._view.press(key, self._overview)
+            wish = self._view.on_key(key, self._overview)
             if wish is Wish.QUIT:
                 return False
             if wish is Wish.SLOWER:
-                self._delay = slower(self._delay)
+                self._delay_s = slower(self._delay_s)
             if wish is Wish.FASTER:
-                self._delay = faster(self._delay)
+                self._delay_s = faster(self._delay_s)
             if wish is not None:
-                ask(self._delay)
+                poll_now(self._delay_s)
         return True
 
     def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
-        height, width = _fitted(window)
-        standing = Standing(self._delay, time.monotonic() - self._at, self._trouble)
+        height, width = _fit_window(window)
+        poll_status = Standing(self._delay_s, time.monotonic() - self._polled_at, self._error)
         # The last column of the last line is left alone: curses cannot write there without scrolling.
-        lines = draw(self._overview, self._view, standing, Size(height, width - 1), self._glyphs)
+        lines = draw(self._overview, self._view, poll_status, Size(height, width - 1), self._glyphs)
         window.erase()
         for row, line in enumerate(lines):
-            _write(window, row, self._known(line), width - 1, styles)
+            _write(window, row, self._encodable(line), width - 1, styles)
         window.refresh()
 
-    def _known(self, line: Line) -> Line:
+    def _encodable(self, line: Line) -> Line:
         """Return a line without what this terminal has no character for."""
         if self._glyphs is BLOCKS:
             return line
-        known = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.pieces]
-        return line._replace(pieces=known)
+        spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.pieces]
+        return line._replace(pieces=spans)
 
 
-def _fitted(window: curses.window) -> Tuple[int, int]:
+def _fit_window(window: curses.window) -> Tuple[int, int]:
     """Have the window as large as the terminal; return its size."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
     if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
@@ -194,7 +194,7 @@ def _fitted(window: curses.window) -> Tuple[int, int]:
     return window.getmaxyx()
 
 
-def _keys(window: curses.window) -> List[str]:
+def _read_keys(window: curses.window) -> List[str]:
     """Return the keys that were pressed; what this screen has no use for is none."""
     found: List[str] = []
     while True:
@@ -208,7 +208,7 @@ def _keys(window: curses.window) -> List[str]:
             found.append(_KEYS[key])
 
 
-def _styles() -> Dict[Style, int]:
+def _make_styles() -> Dict[Style, int]:
     """Return the attributes of each style: colours where there are any."""
     with contextlib.suppress(curses.error):
         curses.curs_set(0)
@@ -226,12 +226,12 @@ def _styles() -> Dict[Style, int]:
 
 
 def _write(window: curses.window, row: int, line: Line, width: int, styles: Dict[Style, int]) -> None:
-    cursor = curses.A_REVERSE if line.selected else 0
+    cursor = curses.A_REVERSE if line.is_selected else 0
     # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
     with contextlib.suppress(curses.error):
         column = 0
         for text, style in line.pieces:
             window.addstr(row, column, text, styles.get(style, 0) | cursor)
             column += len(text)
-        if line.selected:
+        if line.is_selected:
             window.addstr(row, column, " " * (width - column), cursor)

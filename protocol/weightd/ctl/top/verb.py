@@ -11,8 +11,8 @@ from typing import Optional
 
 from weightd.ctl import exits
 from weightd.ctl.top.asking import Asker
-from weightd.ctl.top.screen import HELP, printed
-from weightd.ctl.top.view import LEAST_DELAY_S, MOST_DELAY_S
+from weightd.ctl.top.screen import HELP, render_text
+from weightd.ctl.top.view import MIN_DELAY_S, MAX_DELAY_S
 from weightd.ctl.verb import Connect, NotReached, Verb
 from weightd.protocol.errors import DeadlineExceeded, Unavailable
 from weightd.shared.overview.rows import Overview
@@ -50,12 +50,12 @@ Exit status: 0 it was shown, 69 the daemon cannot be reached, 130 Ctrl-C."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-d", "--delay", default=1.0, type=_delay, metavar="S", help="seconds between two pictures (default: 1)"
+        "-d", "--delay", default=1.0, type=_parse_delay, metavar="S", help="seconds between two pictures (default: 1)"
     )
     parser.add_argument(
         "-n",
         "--count",
-        type=_count,
+        type=_parse_count,
         metavar="N",
         help="end after so many pictures; 0 for no end (default: none on a screen, 1 where they are printed)",
     )
@@ -64,20 +64,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     with connect() as client:
-        asker = Asker(client)
-        first = _ask(asker)
+        poller = Asker(client)
+        first = _poll(poller)
         if options.batch or options.json or not _has_screen():
-            _print(asker, options)
+            _print_tables(poller, options)
         else:
             from weightd.ctl.top import terminal  # noqa: PLC0415 - not every Python has curses
 
-            terminal.show(asker, first, options.delay, options.count or None)
+            terminal.show(poller, first, options.delay, options.count or None)
     return exits.OK
 
 
-def _ask(asker: Asker) -> Overview:
+def _poll(poller: Asker) -> Overview:
     try:
-        return asker.ask()
+        return poller.poll()
     except (Unavailable, DeadlineExceeded) as error:
         raise NotReached(error) from None
 
@@ -97,38 +97,38 @@ def _has_screen() -> bool:
     return curses.tigetstr("cup") is not None
 
 
-def _print(asker: Asker, options: argparse.Namespace) -> None:
+def _print_tables(poller: Asker, options: argparse.Namespace) -> None:
     """Print tables, or objects; rates are those between two looks, so the first comes after a delay."""
-    left: Optional[int] = 1 if options.count is None else options.count or None
+    remaining: Optional[int] = 1 if options.count is None else options.count or None
     is_first = True
-    while left is None or left > 0:
+    while remaining is None or remaining > 0:
         time.sleep(options.delay)
-        overview = _ask(asker)
+        overview = _poll(poller)
         if options.json:
             print(json.dumps(to_json_values(overview)), flush=True)
         else:
-            print(*([] if is_first else [""]), *printed(overview, _width()), sep="\n", flush=True)
-        is_first, left = False, None if left is None else left - 1
+            print(*([] if is_first else [""]), *render_text(overview, _width()), sep="\n", flush=True)
+        is_first, remaining = False, None if remaining is None else remaining - 1
 
 
 def _width() -> int:
     return shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
 
 
-def _delay(argument: str) -> float:
+def _parse_delay(argument: str) -> float:
     try:
-        delay = float(argument)
+        delay_s = float(argument)
     except ValueError:
-        delay = 0.0
-    if not LEAST_DELAY_S <= delay <= MOST_DELAY_S:
-        raise argparse.ArgumentTypeError(f"expected {LEAST_DELAY_S:g} to {MOST_DELAY_S:g} seconds, got {argument!r}")
-    return delay
+        delay_s = 0.0
+    if not MIN_DELAY_S <= delay_s <= MAX_DELAY_S:
+        raise argparse.ArgumentTypeError(f"expected {MIN_DELAY_S:g} to {MAX_DELAY_S:g} seconds, got {argument!r}")
+    return delay_s
 
 
-def _count(argument: str) -> int:
+def _parse_count(argument: str) -> int:
     if not (argument.isascii() and argument.isdigit()):
         raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {argument!r}")
     return int(argument)
 
 
-VERB = Verb("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Verb("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)

@@ -9,33 +9,33 @@ from weightd.ctl.top.tables import MODELS, ORDERS, PROCESSES, TABLES, Table
 from weightd.shared.overview.rows import Overview
 
 # Nobody types more, and it has room on a line.
-_MOST_FILTER = 40
+_MAX_FILTER_LENGTH = 40
 
-LEAST_DELAY_S, MOST_DELAY_S = 0.2, 3600.0
+MIN_DELAY_S, MAX_DELAY_S = 0.2, 3600.0
 
 
 class Wish(enum.Enum):
     """What a key asks of who drives the screen."""
 
     QUIT = "quit"
-    ASK = "ask"
+    POLL = "ask"
     SLOWER = "slower"
     FASTER = "faster"
 
 
-_WISHES: Dict[str, Wish] = {
-    "q": Wish.QUIT, "r": Wish.ASK, " ": Wish.ASK, "+": Wish.SLOWER, "=": Wish.SLOWER, "-": Wish.FASTER,
+_KEY_ACTIONS: Dict[str, Wish] = {
+    "q": Wish.QUIT, "r": Wish.POLL, " ": Wish.POLL, "+": Wish.SLOWER, "=": Wish.SLOWER, "-": Wish.FASTER,
 }  # fmt: skip
 
 
-def slower(delay: float) -> float:
+def slower(delay_s: float) -> float:
     """Return the next longer delay."""
-    return min(2 * delay, MOST_DELAY_S)
+    return min(2 * delay_s, MAX_DELAY_S)
 
 
-def faster(delay: float) -> float:
+def faster(delay_s: float) -> float:
     """Return the next shorter delay."""
-    return max(delay / 2, LEAST_DELAY_S)
+    return max(delay_s / 2, MIN_DELAY_S)
 
 
 class View:
@@ -61,94 +61,94 @@ class View:
         self.has_help = False
         self.model = ""
         self.top = 0
-        self._page = 1
+        self._page_height = 1
         self._selected: Dict[str, str] = {}
 
     def rows(self, overview: Overview) -> List[Any]:
         """Return what is to be seen of a picture, in order."""
-        wanted = self.filter.lower()
+        needle = self.filter.lower()
         rows = [
             row for row in self.table.rows(overview)
-            if wanted in self.table.key(row).lower() and (not self.model or self.table.model(row) == self.model)
+            if needle in self.table.key(row).lower() and (not self.model or self.table.model(row) == self.model)
         ]  # fmt: skip
-        rows.sort(key=self.table.sorts["N"])
-        order = self.table.sorts.get(self.order)
+        rows.sort(key=self.table.sort_keys["N"])
+        order = self.table.sort_keys.get(self.order)
         if order is not None:
             rows.sort(key=order, reverse=(self.order != "N") != self.is_reversed)
         return rows
 
-    def place(self, rows: List[Any], height: int) -> int:
+    def scroll_to_selected(self, rows: List[Any], height: int) -> int:
         """Have the selected row among the `height` that are seen; return its index, 0 where that row has gone."""
         keys = [self.table.key(row) for row in rows]
         selected = self._selected.get(self.table.title)
         index = keys.index(selected) if selected in keys else 0
-        self._page = max(1, height)
-        self.top = max(0, min(self.top, len(rows) - self._page))
-        self.top = min(max(self.top, index - self._page + 1), index)
+        self._page_height = max(1, height)
+        self.top = max(0, min(self.top, len(rows) - self._page_height))
+        self.top = min(max(self.top, index - self._page_height + 1), index)
         return index
 
-    def press(self, key: str, overview: Overview) -> Optional[Wish]:
+    def on_key(self, key: str, overview: Overview) -> Optional[Wish]:
         """A key was pressed; return what it asks of others."""
         if self.is_typing:
-            self._type(key)
+            self._on_filter_key(key)
         elif self.has_help:
             self.has_help = False
             return Wish.QUIT if key == "q" else None
-        elif key in _WISHES:
-            return _WISHES[key]
+        elif key in _KEY_ACTIONS:
+            return _KEY_ACTIONS[key]
         elif key in ORDERS:
             self._sort(key)
         elif key in _STEPS:
             self._move(key, overview)
         else:
-            self._turn(key, overview)
+            self._on_view_key(key, overview)
         return None
 
-    def _turn(self, key: str, overview: Overview) -> None:
+    def _on_view_key(self, key: str, overview: Overview) -> None:
         """Another table, or another part of it."""
         if key in ("h", "?"):
             self.has_help = True
         elif key == "/":
             self.is_typing = True
         elif key == "tab":
-            self._show(TABLES[(TABLES.index(self.table) + 1) % len(TABLES)])
+            self._show_table(TABLES[(TABLES.index(self.table) + 1) % len(TABLES)])
         elif key == "enter":
-            self._open(overview)
+            self._toggle_processes(overview)
         elif key == "escape":
             if self.model:
-                self._show(MODELS)
+                self._show_table(MODELS)
             self.filter = ""
 
-    def _show(self, table: Table[Any], model: str = "") -> None:
+    def _show_table(self, table: Table[Any], model: str = "") -> None:
         self.table, self.model, self.top = table, model, 0
 
-    def _open(self, overview: Overview) -> None:
+    def _toggle_processes(self, overview: Overview) -> None:
         """From a model to its processes, and back."""
         rows = self.rows(overview)
         if self.table is MODELS and rows:
-            self.filter, row = "", rows[self.place(rows, self._page)]
-            self._show(PROCESSES, row.name)
+            self.filter, row = "", rows[self.scroll_to_selected(rows, self._page_height)]
+            self._show_table(PROCESSES, row.name)
         elif self.model:
-            self._show(MODELS)
+            self._show_table(MODELS)
 
     def _sort(self, key: str) -> None:
         self.is_reversed = self.order == key and not self.is_reversed
         self.order = key
 
-    def _type(self, key: str) -> None:
+    def _on_filter_key(self, key: str) -> None:
         if key == "escape":
             self.filter = ""
         if key in ("escape", "enter"):
             self.is_typing = False
         elif key == "backspace":
             self.filter = self.filter[:-1]
-        elif len(key) == 1 and key.isprintable() and len(self.filter) < _MOST_FILTER:
+        elif len(key) == 1 and key.isprintable() and len(self.filter) < _MAX_FILTER_LENGTH:
             self.filter += key
 
     def _move(self, key: str, overview: Overview) -> None:
         rows = self.rows(overview)
         if rows:
-            index = self.place(rows, self._page) + _STEPS[key] * (self._page if key.startswith("page") else 1)
+            index = self.scroll_to_selected(rows, self._page_height) + _STEPS[key] * (self._page_height if key.startswith("page") else 1)
             last = len(rows) - 1
             self._selected[self.table.title] = self.table.key(rows[max(0, min(index, last))])
 
