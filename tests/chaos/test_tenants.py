@@ -20,7 +20,7 @@ import pytest
 from testkit import loads, users
 from testkit.service import Service
 from testkit.users import ALICE, BOB, CAROL, User
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 
 from . import material
 from .client import Orders
@@ -80,7 +80,7 @@ def legal(member: Member) -> bool:
     """Whether whatever did not end in the right answer was too late by its own word, or was killed again and again."""
     return all(
         (each.code == "DEADLINE_EXCEEDED" and each.timeout < IN_FLIGHT)
-        or (each.code == "UNAVAILABLE" and f"on {MAX_LOSSES} workers" in each.text)
+        or (each.code == "UNAVAILABLE" and f"on {MAX_LOST_SLOTS} workers" in each.text)
         for each in member.incidents
     )
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
-from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
 from weightd.protocol.errors import ERRORS
 
 from . import cut
@@ -93,14 +93,14 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (FULL, {}, [POISON], False),
         (FULL, {"question": POISONED}, [], False),
         # Who is under suspicion may be refused.
-        (FULL, {}, [CRASH] * NEAR_DEATHS, True),
-        (FULL, {}, [CRASH] * (NEAR_DEATHS - 1), False),
+        (FULL, {}, [CRASH] * MAX_PEER_DEATHS, True),
+        (FULL, {}, [CRASH] * (MAX_PEER_DEATHS - 1), False),
         (FULL, {}, [POISON] * 2, True),
         (FULL, {}, [KILL] * 20, False),
-        (FULL, {}, [OLD_CRASH] * NEAR_DEATHS, False),
+        (FULL, {}, [OLD_CRASH] * MAX_PEER_DEATHS, False),
         # Only many kills make a patient request unavailable, and a deadline that passed while there was no worker.
-        (UNAVAILABLE, {}, [KILL] * MAX_LOSSES, True),
-        (UNAVAILABLE, {}, [KILL] * (MAX_LOSSES - 1), False),
+        (UNAVAILABLE, {}, [KILL] * MAX_LOST_SLOTS, True),
+        (UNAVAILABLE, {}, [KILL] * (MAX_LOST_SLOTS - 1), False),
         (UNAVAILABLE, {"timeout": 1.0}, [KILL], True),
         (UNAVAILABLE, {"timeout": 1.1}, [KILL], False),
         (UNAVAILABLE, {"timeout": 1.0}, [], False),

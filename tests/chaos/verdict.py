@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
-from weightd.daemon.requests.blame.suspects import FAR_DEATHS, LONGEST_REFUSAL_S, MEMORY_S, NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd.daemon.requests.blame.suspects import MAX_PARTY_DEATHS, MAX_REFUSAL_S, OFFENSE_RETENTION_S, MAX_PEER_DEATHS
 
 from . import cut
 from .kinds import BLAMING, GATES, LETHAL, Fault
@@ -26,7 +26,7 @@ _EARLY_S = 0.002
 QUARANTINE_S = 600.0
 
 # A row of deaths may have begun so long ago.
-SUSPICION_S = NEAR_DEATHS * MEMORY_S + LONGEST_REFUSAL_S
+SUSPICION_S = MAX_PEER_DEATHS * OFFENSE_RETENTION_S + MAX_REFUSAL_S
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _suspected(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """Workers can have crashed of its client's requests, or of those of its user, which is that of all clients."""
     near = _count(incident, strikes, SUSPICION_S, BLAMING)
     poisons = _count(incident, strikes, SUSPICION_S, {Fault.POISON})
-    return near >= NEAR_DEATHS or near + poisons * NEAR_DEATHS >= FAR_DEATHS
+    return near >= MAX_PEER_DEATHS or near + poisons * MAX_PEER_DEATHS >= MAX_PARTY_DEATHS
 
 
 def _poisoned(incident: Incident, strikes: Sequence[Strike]) -> bool:
@@ -113,7 +113,7 @@ def _poisoned(incident: Incident, strikes: Sequence[Strike]) -> bool:
 
 def _killed_again_and_again(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """Whatever worker had it was killed."""
-    return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOSSES
+    return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOST_SLOTS
 
 
 def _gate_lost(incident: Incident, strikes: Sequence[Strike]) -> bool:

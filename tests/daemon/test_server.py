@@ -22,7 +22,7 @@ from weightd.daemon.models.fleet import Change
 from weightd.daemon.observe.memory import Memory
 from weightd.daemon.requests.signature import Waiter
 from weightd.daemon.server import Server
-from weightd.daemon.tenants.tenant import EVERYONE, Viewer
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.journal import Events, Logs, LogsResponse
 from weightd.protocol.messages.status import StatusResponse
@@ -156,7 +156,7 @@ def test_who_asks_for_what_is_costly_too_often_is_refused(tmp_path: Path) -> Non
 
     server._backend, server._gates = SimpleNamespace(processes={}), SimpleNamespace(pids=[])
     server._frontend = SimpleNamespace(tell_error=tell_error)
-    viewer = Viewer(EVERYONE, sees_all=True)
+    viewer = Viewer(DEFAULT_TENANT, can_see_all=True)
     for number in range(6):
         server.ask_status(Waiter(b"greedy", str(number), "a"), viewer)
     server.ask_metrics(Waiter(b"greedy", "6", "a"), viewer)
@@ -212,7 +212,7 @@ def test_for_who_may_not_see_others_nothing_is_measured(tmp_path: Path) -> None:
 
     server._frontend = SimpleNamespace(tell_status=tell_status)
     ann = server._tenants.get("ann")
-    server.ask_status(Waiter(b"c", "7", "tenant ann"), Viewer(ann, sees_all=False))
+    server.ask_status(Waiter(b"c", "7", "tenant ann"), Viewer(ann, can_see_all=False))
     assert told == []
     server._reports.step()
     [(client, response)] = told
@@ -342,8 +342,8 @@ def test_only_for_who_sees_all_is_memory_measured(tmp_path: Path) -> None:
     begun_to: list[object] = []
     server._memory = Memory(begun_to.append)
     ann = server._tenants.get("ann")
-    own = server.metrics("7", Viewer(ann, sees_all=False))
+    own = server.metrics("7", Viewer(ann, can_see_all=False))
     assert ([each.name for each in own.tenants], own.dropped, begun_to) == (["ann"], 0, [])
-    told = server.metrics("8", Viewer(ann, sees_all=True))
+    told = server.metrics("8", Viewer(ann, can_see_all=True))
     assert ([each.name for each in told.tenants], told.dropped, len(begun_to)) == (["ann", "(operators)"], 3, 1)
     assert (told.id, told.state, told.held_bytes, told.max_memory_bytes) == ("8", "running", 1, 2)

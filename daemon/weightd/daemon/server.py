@@ -61,11 +61,11 @@ from weightd.daemon.models.records import DeviceRecord
 from weightd.daemon.models.sources import Numbers
 from weightd.daemon.observe.accounting import Accounting
 from weightd.daemon.observe.loading import Loading
-from weightd.daemon.observe.memory import Copy, Found, Memory, copies
-from weightd.daemon.observe.metrics import Counted, Moment, tell
-from weightd.daemon.observe.own import own_report
+from weightd.daemon.observe.memory import Copy, Found, Memory, memory_subjects
+from weightd.daemon.observe.metrics import Counted, Moment, build_metrics
+from weightd.daemon.observe.own import build_tenant_status
 from weightd.daemon.observe.reports import Reports
-from weightd.daemon.observe.status import Subject, report
+from weightd.daemon.observe.status import Subject, build_status
 from weightd.daemon.observe.survey import Measured, Survey
 from weightd.daemon.observe.tails import Tails
 from weightd.daemon.requests.blame.suspects import Known
@@ -75,8 +75,8 @@ from weightd.daemon.scrapes.page import Page
 from weightd.daemon.scrapes.scrapes import Scrapes
 from weightd.daemon.shutdown import Event, Shutdown
 from weightd.daemon.tenants.accounts import Accounts, Figures
-from weightd.daemon.tenants.directory import Directory, members
-from weightd.daemon.tenants.tenant import EVERYONE, Viewer
+from weightd.daemon.tenants.directory import Directory, tenant_members
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Viewer
 from weightd.protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd.protocol.messages.control import ReloadResponse
 from weightd.protocol.messages.journal import Events, Logs
@@ -159,7 +159,7 @@ class Server:
         }
         self._counter_store = Ledger(config.daemon.counters_file, counter_entries, self._loop.call_soon)
         self._reports = Reports(
-            self._loop, lambda asker, error: self._request_router.tell_error(asker.client, asker.request_id, error)
+            self._loop, lambda asker, error: self._request_router.reply_error(asker.client, asker.request_id, error)
         )
         self._memory_cache = Measured()
         self._memory_sampler = Memory()
@@ -277,7 +277,7 @@ class Server:
         """Answer who connects there with all that is counted: who reads it is the operator's choice."""
         if listener is None:
             return None
-        page = Page(lambda: self.metrics("scrape", Viewer(EVERYONE, sees_all=True)), self._loop.call_soon)
+        page = Page(lambda: self.metrics("scrape", Viewer(DEFAULT_TENANT, can_see_all=True)), self._loop.call_soon)
         is_loopback = is_loopback_listener(listener)
         _log.info("metrics are told at %s", self._config.daemon.metrics)
         if not is_loopback and listener.family != socket.AF_UNIX:
@@ -290,7 +290,7 @@ class Server:
             config.secret,
             allowed_keys(config, tenants),
             config.max_connections,
-            members(tenants, config.tenants) if tenants else None,
+            tenant_members(tenants, config.tenants) if tenants else None,
         )
 
     def _adopt_connection(self, listener: str, connection: socket.socket, peer: PeerIdentity) -> None:
@@ -315,18 +315,18 @@ class Server:
     def _make_model(self, name: str, config: ModelConfig, numbers: Numbers) -> Model:
         model = self._model_factory.make(name, config, self._devices, self._process_supervisor, self._request_router, numbers)
         model.load_limiter = self._load_limiter
-        model.dispatcher.count_with(self._counter_registry.of(name))
+        model.dispatcher.set_counters(self._counter_registry.counters_of(name))
         model.dispatcher.scheduler.clocks = self._fair_clocks
-        model.dispatcher.guard.suspects.tenants = self._offenders
-        model.dispatcher.guard.log = self._client_log
+        model.dispatcher.fault_isolator.offenses.tenant_offenders = self._offenders
+        model.dispatcher.fault_isolator.client_log = self._client_log
         self._loop.add_timer(model.timer)
         return model
 
     def _apply_accounting(self, now: float) -> None:
         """The tables of tenants are in force."""
-        self._counter_registry.keep(self._model_registry.models)
-        self._fair_clocks.max_job_s = self._config.daemon.max_job_s
-        self._usage_reporter.renew(self._config.daemon.accounting_interval, now)
+        self._counter_registry.keep_only(self._model_registry.models)
+        self._fair_clocks.max_batch_s = self._config.daemon.max_job_s
+        self._usage_reporter.configure(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:
         """Let clients go, those of the gates first: they still have to be passed on what was said to them."""
@@ -354,13 +354,13 @@ class Server:
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = clock.now()
         for model in self._model_registry.all_models():
-            model.dispatcher.scheduler.paused(seconds, now)
+            model.dispatcher.scheduler.on_suspended(seconds, now)
         if self._manager.is_present:
             self._systemd_notifier.on_suspended(seconds)
             self._notify_timer.set(now)
 
     def _is_finished(self) -> bool:
-        if not self._shutdown.is_stopping or any(model.dispatcher.has_to_refuse for model in self._model_registry.all_models()):
+        if not self._shutdown.is_stopping or any(model.dispatcher.has_pending_failures for model in self._model_registry.all_models()):
             return False
         return self._shim_launcher is not None or self._process_supervisor.is_empty
 
@@ -398,7 +398,7 @@ class Server:
 
     def _update_load_progress(self, now: float) -> None:
         self._has_changed = False
-        self._load_monitor.look(self._model_registry.all_models(), now)
+        self._load_monitor.update(self._model_registry.all_models(), now)
 
     def _reconcile_one_shot(self, now: float) -> None:
         """There is one model, for a first look at it."""
@@ -429,7 +429,7 @@ class Server:
         self._update_load_progress(now)
         models = self._model_registry.models.values()
         self._manager.notify(
-            *self._systemd_notifier.poll(models, now, self._config_note, lambda each: self._load_monitor.told(each.label, now))
+            *self._systemd_notifier.poll(models, now, self._config_note, lambda each: self._load_monitor.describe_progress(each.label, now))
         )
         self._notify_timer.set(self._systemd_notifier.next_event_at)
         if self._systemd_notifier.has_failed(self._model_registry.models.values()):
@@ -453,7 +453,7 @@ class Server:
         return any(model.has_failed for model in self._model_registry.models.values())
 
     def _is_idle(self) -> bool:
-        return all(model.dispatcher.idle for model in self._model_registry.all_models())
+        return all(model.dispatcher.is_idle for model in self._model_registry.all_models())
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -608,7 +608,7 @@ class Server:
         self._model_registry.apply(change, config.models, now)
         previous, self._config = self._config, config
         if (config.tenants, _admitted_tenants(config)) != (previous.tenants, _admitted_tenants(previous)):
-            self._tenant_resolver.renew(config.tenants)
+            self._tenant_resolver.configure(config.tenants)
             self._authorizer.listener_tenants = _admitted_tenants(config)
             self._zmq_proxies.update_auth({name: self._listener_auth(name) for name in config.listeners})
             self._request_router.on_tenants_changed()
@@ -634,12 +634,12 @@ class Server:
 
     def report_status(self, requester: Waiter, viewer: Viewer) -> None:
         """A client wants to know how it stands: it is told once that has been measured."""
-        if viewer.sees_all:
+        if viewer.can_see_all:
             pids = [*self._own_pids(), *(process.pid for process in self._process_supervisor.processes.values())]
             survey = Survey(requester.request_id, pids, self._memory_cache)
-            self._reports.ask(requester, functools.partial(self._scan_next_process, requester.client, survey))
+            self._reports.add(requester, functools.partial(self._scan_next_process, requester.client, survey))
         else:
-            self._reports.ask(requester, functools.partial(self._reply_tenant_status, requester, viewer))
+            self._reports.add(requester, functools.partial(self._reply_tenant_status, requester, viewer))
 
     def report_metrics(self, requester: Waiter, viewer: Viewer) -> None:
         """A client wants to know what was counted."""
@@ -648,7 +648,7 @@ class Server:
             self._request_router.reply_metrics(requester.client, self.metrics(requester.request_id, viewer))
             return True
 
-        self._reports.ask(requester, answer)
+        self._reports.add(requester, answer)
 
     def report_events(self, requester: Waiter, request: Events) -> None:
         """A client wants to know what has happened."""
@@ -657,28 +657,28 @@ class Server:
             self._request_router.reply_events(requester.client, self._event_log.query(request))
             return True
 
-        self._reports.ask(requester, answer)
+        self._reports.add(requester, answer)
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
         """Return what was counted, and how things stand."""
         models = list(self._model_registry.models.values())
-        memory_report = self._memory_sampler.look(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.sees_all else Found()
+        memory_report = self._memory_sampler.poll(self._own_pids(), lambda: self._memory_subjects(models)) if viewer.can_see_all else Found()
         metrics_inputs = Counted(
             models,
             self._counter_registry,
             self._daemon_counters,
-            self._tenant_resolver.known if self._tenant_resolver.tells_apart else self._tenant_resolver,
+            self._tenant_resolver.all_tenants if self._tenant_resolver.has_tenants else self._tenant_resolver,
             self._usage_table,
             self._request_router.memory_budget.used_bytes,
             self._request_router.memory_budget.max_bytes,
-            memory_report.footings,
-            memory_report.pss,
+            memory_report.footprints,
+            memory_report.pss_bytes,
         )
         state, uptime = self._state_and_uptime()
-        return tell(request_id, Moment(state, uptime, clock.now()), viewer, metrics_inputs)
+        return build_metrics(request_id, Moment(state, uptime, clock.now()), viewer, metrics_inputs)
 
     def _memory_subjects(self, models: Sequence[Model]) -> Mapping[str, Sequence[Copy]]:
-        return copies(models, self._process_supervisor.processes, self._process_supervisor.files)
+        return memory_subjects(models, self._process_supervisor.processes, self._process_supervisor.files)
 
     def _scan_next_process(self, client: bytes, memory_scan: Survey) -> bool:
         """Look at one process more; return whether the answer has been sent."""
@@ -689,7 +689,7 @@ class Server:
 
     def _reply_tenant_status(self, requester: Waiter, viewer: Viewer) -> bool:
         models = list(self._model_registry.models.values())
-        response = own_report(requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table)
+        response = build_tenant_status(requester.request_id, *self._state_and_uptime(), viewer.tenant, models, self._usage_table)
         self._request_router.reply_status(requester.client, response)
         return True
 
@@ -707,7 +707,7 @@ class Server:
         """Read one file more."""
         if self._log_readers[0].step():
             tails = self._log_readers.pop(0)
-            self._request_router.reply_logs(tails.client, tails.answer)
+            self._request_router.reply_logs(tails.client, tails.response)
         if self._log_readers:
             self._loop.call_soon(self._read_next_log)
 
@@ -733,11 +733,11 @@ class Server:
             self._config_note,
             self._zmq_proxies.proxies,
             supervisor.fork_servers,
-            self._tenant_resolver.known if self._tenant_resolver.tells_apart else (),
+            self._tenant_resolver.all_tenants if self._tenant_resolver.has_tenants else (),
             self._usage_table,
-            functools.partial(self._load_monitor.share, now=now),
+            functools.partial(self._load_monitor.progress, now=now),
         )
-        self._request_router.reply_status(client, report(memory_scan, *self._state_and_uptime(), inputs))
+        self._request_router.reply_status(client, build_status(memory_scan, *self._state_and_uptime(), inputs))
 
 
 def _fixed_values(config: Config) -> dict[str, object]:

@@ -77,7 +77,7 @@ def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> Non
     assert of_ann is ann.tenant
     assert there.resolve_tenant(gateway, "gateway") is there.resolve_tenant(gateway, None) is gateway.tenant
     # What ann's requests do through a gateway is ann's; what one of them does is told apart from her own.
-    assert there.request_origin(gateway, of_ann).far == ann.origin.far == "tenant ann"
+    assert there.request_origin(gateway, of_ann).party == ann.origin.party == "tenant ann"
     for asks, name in ((gateway, "staff"), (gateway, "none"), (ann, "gateway")):
         with pytest.raises(PermissionDenied, match=rf"does not act for '{name}' \(acts_for\)$"):
             there.resolve_tenant(asks, name)
@@ -85,7 +85,7 @@ def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> Non
 
 def test_who_asks_for_another_sees_what_that_one_does() -> None:
     there = access({**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))})
-    gateway, root = comes(there, Proof(1002)), comes(there, Proof(1003, operates=True))
+    gateway, root = comes(there, Proof(1002)), comes(there, Proof(1003, is_operator=True))
     assert there.resolve_viewer(gateway) == (gateway.tenant, True)
     assert there.resolve_viewer(gateway, "ann") == (there.tenants.get("ann"), False)
     assert there.resolve_viewer(gateway, "staff") == (there.tenants.get("staff"), True)
@@ -97,7 +97,7 @@ def test_who_asks_for_another_sees_what_that_one_does() -> None:
 
 def test_who_operates() -> None:
     there = access(TABLES)
-    root = Proof(0, operates=True)
+    root = Proof(0, is_operator=True)
     for proof in (Proof(1003), root):
         there.check_operator(comes(there, proof), "update")
     for other in (comes(there, Proof(1001)), comes(there, Proof(1003), "lan", near=False)):
@@ -112,7 +112,7 @@ def test_who_operates() -> None:
 def test_who_reloads_operates_every_model() -> None:
     some = TenantConfig(user_ids=(1001,), may=RIGHTS, models=("a*", "b"))
     there = access({"ann": some, "staff": TenantConfig(user_ids=(1003,), may=RIGHTS)})
-    for proof in (Proof(1003), Proof(0, operates=True), Proof(1001, operates=True)):
+    for proof in (Proof(1003), Proof(0, is_operator=True), Proof(1001, is_operator=True)):
         there.check_reload(comes(there, proof))
     with pytest.raises(
         PermissionDenied, match=r'tenant ann may not reload .* expected "\*" in its `models`, got a\*, b$'
@@ -125,7 +125,7 @@ def test_who_reloads_operates_every_model() -> None:
 def test_files_are_named_by_the_right_of_the_user_or_by_that_of_the_operator() -> None:
     there = access({"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))})
     assert there.file_grant(comes(there, Proof(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
-    assert there.file_grant(comes(there, Proof(1001, (5, 6), operates=True))) == OPERATOR
+    assert there.file_grant(comes(there, Proof(1001, (5, 6), is_operator=True))) == OPERATOR
     # Of whom nothing is known, nobody has a right.
     assert there.file_grant(comes(there, Proof())) == Grant(65534)
 
@@ -146,12 +146,12 @@ def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
     before = everyone.quota.connections
     ann, gateway = comes(there, Proof(1001)), comes(there, Proof(1002))
     assert everyone.quota.connections == before + 2
-    there.tenants.renew({"ann": ANN})
+    there.tenants.configure({"ann": ANN})
     for each in (ann, gateway):
         there.assign_tenant(each)
     assert (ann.user, gateway.user) == ("tenant ann", NO_TENANT)
     assert everyone.quota.connections == before
-    there.tenants.renew({"gateway": GATEWAY})
+    there.tenants.configure({"gateway": GATEWAY})
     for each in (ann, gateway):
         there.assign_tenant(each)
     assert (ann.user, gateway.user) == (NO_TENANT, "tenant gateway")
@@ -182,7 +182,7 @@ def test_what_a_reload_takes_away_is_what_waits_of_it(
     gateway = comes(there, Proof(1002))
     requests = asked(there, gateway), asked(there, gateway, "ann")
     before = {gateway.key: gateway.tenant}
-    there.tenants.renew(tables)
+    there.tenants.configure(tables)
     there.assign_tenant(gateway)
     may_not = there.revocation_filter(lambda key: gateway if key == gateway.key else None, before)
     assert [may_not(each) for each in requests] == [own, others]

@@ -43,7 +43,7 @@ class Hall:
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self.room = Room(ROOM, lambda _: SOMEBODY.origin.far)
+        self.room = Room(ROOM, lambda _: SOMEBODY.origin.party)
         self.messages: list[tuple[Connection, Message]] = []
         self.broken: list[str] = []
         self.excess: RequestError | None = None
@@ -51,7 +51,7 @@ class Hall:
         self.gone: list[Connection] = []
         self.calls = Calls(
             free_memory=lambda key, nbytes: False,
-            limit_account_of=lambda identity: identity.origin.far,
+            limit_account_of=lambda identity: identity.origin.party,
             assign_tenant=self._introduce,
             on_message=lambda connection, message: self.messages.append((connection, message)),
             on_disconnecting=lambda connection, error: self.broken.append(str(error)),
@@ -333,7 +333,7 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         user = f"uid {os.getuid()}"
         gids = (os.getgid(), *os.getgroups())
         origin = Origin(f"process {os.getpid()} of {user}", user)
-        assert connection.identity == Identity(origin, is_near=True, proof=Proof(os.getuid(), gids, operates=True))
+        assert connection.identity == Identity(origin, is_near=True, proof=Proof(os.getuid(), gids, is_operator=True))
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
@@ -405,8 +405,8 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
         hall.until(lambda: [*hall.connections][-1].stream.descriptors or hall.gone)
         hall.loop.run_once(0)
     hall.until(lambda: hall.gone)
-    assert [each.user for each in hall.gone] == [SOMEBODY.origin.far]
-    assert [each.user for each in hall.connections] == [SOMEBODY.origin.far, "uid 8"]
+    assert [each.user for each in hall.gone] == [SOMEBODY.origin.party]
+    assert [each.user for each in hall.connections] == [SOMEBODY.origin.party, "uid 8"]
 
 
 def test_a_tenant_that_says_much_over_many_connections_keeps_no_other_waiting(

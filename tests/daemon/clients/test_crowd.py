@@ -17,7 +17,7 @@ from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.crowding import EVERYONE as EVERYBODY
 from weightd.daemon.host.crowding import NO_TENANT, Crowd, raise_descriptor_limit, max_client_descriptors
 from weightd.daemon.requests.request import Origin
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.shared.stream import Stream
 
 
@@ -30,7 +30,7 @@ class Hall:
         self.crowd = Doorkeeper(ClientLog())
         self._turned_away: list[Connection] = []
 
-    def come(self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = EVERYONE) -> None:
+    def come(self, count: int = 1, user: str = "a", *, speak: bool = True, tenant: Tenant | None = DEFAULT_TENANT) -> None:
         for _ in range(count):
             ours, theirs = socket.socketpair()
             self.sockets += [ours, theirs]

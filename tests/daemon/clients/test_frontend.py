@@ -74,7 +74,7 @@ class FakeModel:
     def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
         for request in [each for each in self.waiting if unfit(each)]:
             self.waiting.remove(request)
-            self.frontend.refuse(request, error)
+            self.frontend.reply_request_error(request, error)
 
     def metadata(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
@@ -116,7 +116,7 @@ class World:
         self._peers: list[Peer] = []
         self.models = {"m": self.model}
         fleet = SimpleNamespace(models=self.models, everyone=lambda: [self.model])
-        kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).kept_bytes
+        kept = Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 0.0, NBYTES).buffered_bytes
         self.daemon = SimpleNamespace(stopping=False)
         self.accounts = Accounts()
         self.tenants = Directory(tenants)
@@ -136,7 +136,7 @@ class World:
     ) -> Peer:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
-        proof = Proof(uid, gids, operates=may_operate)
+        proof = Proof(uid, gids, is_operator=may_operate)
         self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=proof))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
@@ -188,7 +188,7 @@ def test_a_request_is_of_the_level_that_its_model_has(world: World, priority: in
         assert world.refusals(client, 1) == [("x", "INVALID_ARGUMENT")]
     else:
         world.until(lambda: world.model.waiting)
-        assert [each.level for each in world.model.waiting] == [level]
+        assert [each.priority_level for each in world.model.waiting] == [level]
 
 
 def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
@@ -201,18 +201,18 @@ def test_who_has_most_of_the_memory_makes_room_for_others(world: World) -> None:
     world.ask(other, "o0")
     world.until(lambda: world.model.ids == ["o0"])
     assert world.refusals(greedy, 3) == [(f"g{number}", "RESOURCE_EXHAUSTED") for number in range(3)]
-    assert world.frontend.memory_budget.used_bytes == world.model.waiting[0].kept_bytes
+    assert world.frontend.memory_budget.used_bytes == world.model.waiting[0].buffered_bytes
 
 
 def test_answers_that_wait_for_others_to_the_same_request_are_kept_with_it(world: World) -> None:
     world.ask(world.client(), "in parts")
     world.until(lambda: world.model.waiting)
     [request] = world.model.waiting
-    world.frontend.gathered(request, NBYTES)
+    world.frontend.reserve_partial_result(request, NBYTES)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        world.frontend.gathered(request, world.frontend.memory_budget.max_bytes)
-    assert world.frontend.memory_budget.used_bytes == request.kept_bytes > 2 * NBYTES
-    world.frontend.refuse(request, InvalidArgument("it is wrong"))
+        world.frontend.reserve_partial_result(request, world.frontend.memory_budget.max_bytes)
+    assert world.frontend.memory_budget.used_bytes == request.buffered_bytes > 2 * NBYTES
+    world.frontend.reply_request_error(request, InvalidArgument("it is wrong"))
     assert world.frontend.memory_budget.used_bytes == 0
 
 
@@ -223,9 +223,9 @@ def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -
         world.ask(client, name)
         world.until(lambda: len(world.model.waiting) == count + 1 or client.waits())  # noqa: B023
     counts = [connection.requests]
-    world.frontend.answer(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
+    world.frontend.reply_result(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
     counts.append(connection.requests)
-    world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
+    world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     counts.append(connection.requests)
     assert counts == [2, 1, 0]
     assert not connection.is_busy
@@ -236,8 +236,8 @@ def test_what_has_ended_is_kept_no_more(world: World) -> None:
     world.ask(client, "answered")
     world.ask(client, "refused")
     world.until(lambda: len(world.model.waiting) == 2)
-    world.frontend.answer(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
-    world.frontend.refuse(world.model.waiting[1], InvalidArgument("as a test"))
+    world.frontend.reply_result(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
+    world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
     world.ask(client, "wrong")
     world.until(client.waits)
     assert world.frontend.memory_budget.used_bytes == 0
@@ -439,7 +439,7 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
         error = refusal(name)
         assert (error.id, error.code) == (name, "NOT_FOUND")
         assert error.error == f"no model '{name}'; there are: m"
-    assert world.accounts.of("default", "").refused["NOT_FOUND"] == 2
+    assert world.accounts.usage_of("default", "").refused["NOT_FOUND"] == 2
     FakeModel.desk.signature = Signature()
     asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
     client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
@@ -478,7 +478,7 @@ def test_no_account_is_called_as_a_model_that_there_is_not_for_a_tenant() -> Non
     client.stream.send(encode(Infer("unknown", RequestDescription("n", ()))))
     assert [code for _, code in world.refusals(client, 2)] == ["NOT_FOUND", "NOT_FOUND"]
     assert [model for model, _ in world.accounts.items("default")] == [""]
-    assert world.accounts.of("default", "").requests == 2
+    assert world.accounts.usage_of("default", "").requests == 2
     world.close()
 
 
@@ -489,8 +489,8 @@ def test_what_is_refused_is_on_the_account_of_whom_it_was_asked_for() -> None:
         client.stream.send(encode(Infer(str(number), RequestDescription("m", ()), Parameters(tenant=tenant))))
     codes = [code for _, code in world.refusals(client, 3)]
     assert codes == ["NOT_FOUND", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED"]
-    assert world.accounts.of("b", "").refused == {"NOT_FOUND": 1, "max_rate": 1}
-    assert world.accounts.of("b", "").requests == 2
+    assert world.accounts.usage_of("b", "").refused == {"NOT_FOUND": 1, "max_rate": 1}
+    assert world.accounts.usage_of("b", "").requests == 2
     assert world.accounts.total("default").refused == {"PERMISSION_DENIED": 1}
     world.close()
 
@@ -516,14 +516,14 @@ def test_each_request_is_on_the_account_of_its_tenant_and_model(world: World) ->
     client.stream.send(encode(ModelMetadata("elsewhere", "n")))
     world.refusals(client, 3)
     answered, refused = world.model.waiting[:2]
-    world.frontend.answer(answered, Result(1, ResponseDescription("m", ())), [bytes(7)])
-    world.frontend.refuse(refused, InvalidArgument("as a test"))
-    account = world.accounts.of("default", "m")
-    assert account is answered.account
+    world.frontend.reply_result(answered, Result(1, ResponseDescription("m", ())), [bytes(7)])
+    world.frontend.reply_request_error(refused, InvalidArgument("as a test"))
+    account = world.accounts.usage_of("default", "m")
+    assert account is answered.usage
     assert (account.requests, account.served, account.in_flight) == (4, 1, 1)
     assert (account.bytes_in, account.bytes_out) == (3 * NBYTES, 7)
     assert account.refused == {"INVALID_ARGUMENT": 2}
-    elsewhere = world.accounts.of("default", "")
+    elsewhere = world.accounts.usage_of("default", "")
     assert (elsewhere.requests, elsewhere.refused) == (1, {"NOT_FOUND": 2})
 
 
@@ -534,7 +534,7 @@ def test_who_may_see_a_model_no_more_is_not_told_either_what_it_takes_once_that_
         world.until(lambda: world.model.waiters)
         world.frontend.on_tenants_changed()
         assert world.model.turned_away == []
-        world.tenants.renew({"default": TenantConfig(models=("n",))})
+        world.tenants.configure({"default": TenantConfig(models=("n",))})
         world.frontend.on_tenants_changed()
         assert world.model.turned_away == ["1"]
     finally:

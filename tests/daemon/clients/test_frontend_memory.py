@@ -82,7 +82,7 @@ class World:
     def vanished(self, client: bytes, now: float) -> None:
         for request in [each for each in self.waiting if each.client == client]:
             self.waiting.remove(request)
-            self.frontend.refuse(request, Cancelled("gone"))
+            self.frontend.reply_request_error(request, Cancelled("gone"))
 
     def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
@@ -151,13 +151,13 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     world.ask(client, InputPlace(0, region, 3000), OutputPlace(0, region, 100, 50))
     world.until(lambda: world.waiting)
     [request] = world.waiting
-    found = [(each.offset, each.nbytes) for each in (request.places.inputs[0], request.places.outputs[0])]
+    found = [(each.offset, each.nbytes) for each in (request.locations.inputs[0], request.locations.outputs[0])]
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
-    request.running = True
+    request.may_still_write = True
     described = ResponseDescription("m", (X,))
-    world.frontend.answer(request, Result(1, described, (0,)), ())
+    world.frontend.reply_result(request, Result(1, described, (0,)), ())
     assert world.hear(client) == InferResponse("1", described, (0,), running=True)
-    world.frontend.released(request)
+    world.frontend.notify_released(request)
     assert world.hear(client) == Released("1")
 
 
@@ -167,8 +167,8 @@ def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
     world.until(lambda: world.waiting)
     [request] = world.waiting
     for running in (True, None):
-        request.running = bool(running)
-        world.frontend.refuse(request, InvalidArgument("x"))
+        request.may_still_write = bool(running)
+        world.frontend.reply_request_error(request, InvalidArgument("x"))
         assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", running=running)
 
 
@@ -208,7 +208,7 @@ def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world
     client.send(encode(Unregister("u", region)))
     world.ask(client, InputPlace(0, region, 0))
     assert world.refusal(client).startswith("NOT_FOUND")
-    [number] = [memory.number for memory in world.waiting[0].places.memories]
+    [number] = [memory.number for memory in world.waiting[0].locations.memories]
     assert not world.frontend.regions.closed_regions
     world.register(client, 5_000)
     client.connection.close()

@@ -15,8 +15,8 @@ from weightd.daemon.continuity import ledger
 from weightd.daemon.continuity.ledger import INTERVAL_S, Book, Entry, Ledger, LedgerError
 from weightd.daemon.meters.meters import MeterFigures, Meters
 from weightd.daemon.meters.totals import TotalFigures, Totals
-from weightd.daemon.observe.tenants import told
-from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts, Figures
+from weightd.daemon.observe.tenants import tenant_statuses
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Accounts, Figures
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.errors import NotFound
@@ -65,21 +65,21 @@ def path(tmp_path: Path) -> Path:
 
 
 def ask(accounts: Accounts, tenant: str, model: str) -> None:
-    account = accounts.of(tenant, model)
-    account.accepts(100)
-    account.waited(0.125)
-    account.ran(0.5, 4)
-    account.answers(10)
-    account.refuses(NotFound("no"))
+    account = accounts.usage_of(tenant, model)
+    account.count_accepted(100)
+    account.add_queue_time(0.125)
+    account.add_run(0.5, 4)
+    account.count_served(10)
+    account.count_refused(NotFound("no"))
 
 
 def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
     first = Daemon(path)
     ask(first.accounts, "ann", "m")
-    first.accounts.of("bob", ELSEWHERE).refuses(NotFound("no"), requests=1)
-    running = first.accounts.of("ann", "m")
-    running.accepts(5)
-    meter = first.meters.of("m")
+    first.accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
+    running = first.accounts.usage_of("ann", "m")
+    running.count_accepted(5)
+    meter = first.meters.counters_of("m")
     for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
         buckets.add(0.25)
         buckets.add(1e6)
@@ -88,13 +88,13 @@ def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
     first.ledger.close()
     second = Daemon(path)
     assert second.counted == first.counted
-    assert second.totals.dropped == 7
-    assert second.meters.of("m").requests.counts == meter.requests.counts
+    assert second.totals.dropped_responses == 7
+    assert second.meters.counters_of("m").requests.counts == meter.requests.counts
     # What was under way has ended with the daemon.
-    assert second.accounts.of("ann", "m").in_flight == 0
+    assert second.accounts.usage_of("ann", "m").in_flight == 0
     ask(second.accounts, "ann", "m")
     second.ledger.close()
-    assert Daemon(path).accounts.of("ann", "m").served == 2
+    assert Daemon(path).accounts.usage_of("ann", "m").served == 2
     # What was before is no share of late.
     assert Daemon(path).accounts.shares() == {}
 
@@ -226,20 +226,20 @@ def test_however_much_is_in_the_file_it_is_written_again_and_can_be_told(path: P
     most = 2**55
     daemon = Daemon(path)
     for number in range(limits.MAX_MODELS):
-        account = daemon.accounts.of("ann", f"{number}")
+        account = daemon.accounts.usage_of("ann", f"{number}")
         account.requests, account.seat_seconds, account.refused = 2**62, 1e300, {"NOT_FOUND": 2**62}
-    meter = daemon.meters.of("m")
+    meter = daemon.meters.counters_of("m")
     meter.requests.counts, meter.requests.sum = [2 * most] * len(meter.requests.counts), 1e300
     meter.deaths, daemon.totals.reloads = 2 * most, 2 * most
     daemon.ledger.close()
     for _ in range(2):
         daemon = Daemon(path)
-        daemon.accounts.keep(["ann"], [])
-        ask(daemon.accounts, "ann", ELSEWHERE)
-        daemon.meters.of("m").requests.add(1.0)
-        [ann] = told([Tenant("ann", TenantConfig())], daemon.accounts, {})
+        daemon.accounts.keep_only(["ann"], [])
+        ask(daemon.accounts, "ann", OTHER_MODELS)
+        daemon.meters.counters_of("m").requests.add(1.0)
+        [ann] = tenant_statuses([Tenant("ann", TenantConfig())], daemon.accounts, {})
         assert plain(ann)
-        assert plain(daemon.meters.of("m").requests.told())
+        assert plain(daemon.meters.counters_of("m").requests.to_histogram())
         daemon.ledger.close()
     assert daemon.totals.reloads == most
 
@@ -254,7 +254,7 @@ def test_whatever_was_counted_comes_back(accounts: list[tuple[str, str, int, flo
     with tempfile.TemporaryDirectory() as directory:
         daemon = Daemon(Path(directory, "a"))
         for tenant, model, count, seconds in accounts:
-            account = daemon.accounts.of(tenant, model)
+            account = daemon.accounts.usage_of(tenant, model)
             account.requests, account.seat_seconds = count, seconds
         daemon.ledger.close()
         assert [*Daemon(Path(directory, "a")).accounts.records()] == [*daemon.accounts.records()]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.meters.buckets import ROWS, SECONDS, BucketFigures, Buckets
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, BucketFigures, Buckets
 from weightd.protocol import limits
 
 BOUNDS = (1.0, 10.0)
@@ -25,7 +25,7 @@ def test_what_is_told_is_what_was_added(values: list[float]) -> None:
     buckets = Buckets(BOUNDS)
     for value in values:
         buckets.add(value)
-    told = buckets.told()
+    told = buckets.to_histogram()
     assert told.counts == tuple(
         sum(low < value <= high for value in values) for low, high in [(-1, 1.0), (1.0, 10.0), (10.0, 1e9)]
     )
@@ -41,7 +41,7 @@ def test_what_was_written_down_of_other_bounds_is_of_no_use() -> None:
     assert (buckets.counts, buckets.sum) == ([1, 1, 2], 8.0)
 
 
-@pytest.mark.parametrize("bounds", [SECONDS, ROWS])
+@pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, ROWS_BOUNDS])
 def test_the_bounds_ascend_and_an_answer_has_room_for_them(bounds: tuple[float, ...]) -> None:
     assert [*bounds] == sorted({*bounds})
     assert len(bounds) <= limits.MAX_BUCKETS

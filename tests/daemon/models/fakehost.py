@@ -18,7 +18,7 @@ from weightd.daemon.host.ends import By, End
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.requests.regions import Memory
-from weightd.daemon.requests.request import NOBODY, Origin, Request
+from weightd.daemon.requests.request import UNKNOWN_ORIGIN, Origin, Request
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import (
     Attached,
@@ -53,12 +53,12 @@ _numbers = itertools.count(1)
 
 
 def request(
-    spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: Origin = NOBODY
+    spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: Origin = UNKNOWN_ORIGIN
 ) -> Request:
     """Return a request of this content, or of one that no other has."""
     number = next(_numbers)
     content = content or f"content {number}".encode()
-    client = origin.near.encode() or b"client"
+    client = origin.peer.encode() or b"client"
     return Request(
         number,
         client,
@@ -271,7 +271,7 @@ class Stage:
 
     def submit(self, *requests: Request) -> list[int]:
         for each in requests:
-            each.arrived = self.now
+            each.arrived_at = self.now
             self.model.infer(each, self.now)
         return [each.number for each in requests]
 

@@ -28,7 +28,7 @@ def counted(meter: Meter) -> tuple[int, int, int, int]:
 
 def test_how_long_requests_take_wait_and_run() -> None:
     stage = Stage(workers=1)
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.serving()
     first, second = stage.some(2)
     stage.now += 0.3
@@ -49,7 +49,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
 
 def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> None:
     stage = Stage(workers=1, batching=Batching(64))
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     first, second, third = stage.some(3)
     # Once all that comes with them has been taken in.
@@ -64,7 +64,7 @@ def test_what_waits_is_counted_when_its_turn_comes_and_jobs_by_their_rows() -> N
 
 def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
     stage = Stage()
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.serving()
     assert counted(meter) == (0, 0, 0, 0)
     stage.dies(W1)
@@ -80,14 +80,14 @@ def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
 
 def test_another_generation_is_no_restart() -> None:
     stage = Stage()
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.serving().updated(2)
     assert counted(meter) == (0, 0, 0, 0)
 
 
 def test_a_generation_that_follows_one_that_was_lost_is() -> None:
     stage = Stage(CARD)
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.serving()
     stage.dies(HOLDER)
     for name in (W1, W2):
@@ -98,7 +98,7 @@ def test_a_generation_that_follows_one_that_was_lost_is() -> None:
 
 def test_a_worker_that_does_not_reproduce_the_canary() -> None:
     stage = Stage()
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.pinned().builds()
     stage.says(W1, Attached("another", 0))
     assert counted(meter)[2] == 1
@@ -111,7 +111,7 @@ def test_a_worker_that_does_not_reproduce_the_canary() -> None:
 
 def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
     stage = Stage(batching=Batching(8))
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
     for name in (W1, W2):
         stage.says(name, Unequal("they differ"))
@@ -120,15 +120,15 @@ def test_a_generation_whose_rows_were_found_to_differ_is_counted_once() -> None:
 
 def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_generation() -> None:
     stage = Stage(batching=Batching(8), split=Split(4))
-    meter, names = stage.model.dispatcher.meter, stage.model.dispatcher.names
+    meter, names = stage.model.dispatcher.counters, stage.model.dispatcher.party_names
     stage.pinned().loads(built=replace(BUILT, rows=EQUAL))
-    a, b = names.number("tenant a"), names.number("tenant b")
+    a, b = names.number_of("tenant a"), names.number_of("tenant b")
 
     def apart(name: str) -> frozenset[int]:
-        seat = stage.model.dispatcher.scheduler.seats.of(name)
+        seat = stage.model.dispatcher.scheduler.slots.slot_of(name)
         assert seat is not None
-        assert (seat.terms.max_rows, seat.terms.is_exact) == (8, True)
-        return seat.terms.apart
+        assert (seat.policy.max_rows, seat.policy.is_exact) == (8, True)
+        return seat.policy.unmerged_parties
 
     # Each of two workers finds it out.
     for name in (W1, W2):
@@ -145,14 +145,14 @@ def test_whose_rows_were_found_to_differ_share_no_job_until_there_is_another_gen
     )
     # More are not remembered: then it is nobody's.
     stage.says(W1, Unequal("many differ", tuple(range(limits.MAX_TENANTS))))
-    seat = stage.model.dispatcher.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
-    assert (seat.terms.max_rows, seat.terms.is_exact) == (1, False)
+    assert (seat.policy.max_rows, seat.policy.is_exact) == (1, False)
 
 
 def test_ranks_are_lost_together_and_started_together() -> None:
     stage = Cut()
-    meter = stage.model.dispatcher.meter
+    meter = stage.model.dispatcher.counters
     stage.serving()
     ranks = stage.of(1)
     assert counted(meter) == (0, 0, 0, 0)
@@ -168,7 +168,7 @@ def test_ranks_are_lost_together_and_started_together() -> None:
 
 def test_a_process_that_serves_several_models_is_lost_to_each() -> None:
     home = Home().serving()
-    meters = [model.dispatcher.meter for model in home.models.values()]
+    meters = [model.dispatcher.counters for model in home.models.values()]
     home.says(P1, Broken("it cannot go on"))
     home.ends(P1, End(1)).later()
     assert P2 in home.host.spawned

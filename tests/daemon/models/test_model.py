@@ -89,11 +89,11 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
-    seat = stage.model.dispatcher.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
-    assert seat.terms.max_rows == (before.max_rows if most is None else most)
+    assert seat.policy.max_rows == (before.max_rows if most is None else most)
     if most is not None:
-        assert (stage.model.config, seat.terms.part_rows) == (config, config.split.part_rows)
+        assert (stage.model.config, seat.policy.max_split_rows) == (config, config.split.part_rows)
         # Nothing is forgotten.
         assert stage.model.reconfigure(dataclasses.replace(config, batching=before))
 
@@ -102,9 +102,9 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
     stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), equal=True)))
-    seat = stage.model.dispatcher.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
-    assert (seat.terms.max_rows, seat.terms.part_rows) == (1, 4)
+    assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
     [generation] = stage.model.generations
     assert describe_batching(stage.model.config, generation) == (
         "requests of more than 4 rows run in parts, tested bit-equal, none share a predict: input s has no rows"
@@ -119,10 +119,10 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
     stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), equal=True)))
-    seat = stage.model.dispatcher.scheduler.seats.of(W1)
+    seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
-    assert [seat.terms.cuts(form, "") for each in asked if (form := seat.terms.form(each)) is not None] == cut
+    assert [seat.policy.should_split(form, "") for each in asked if (form := seat.policy.batch_key(each)) is not None] == cut
     [generation] = stage.model.generations
     assert ("of the canary's dimensions" in describe_batching(stage.model.config, generation)) == exact
 
@@ -184,7 +184,7 @@ def test_requests_that_come_while_it_loads_wait_and_are_checked_when_it_is_known
     good, bad, again = stage.submit(request(), request(BAD), request())
     stage.pinned().builds()
     [(number, code, text)] = stage.host.refusals
-    assert (number, code, stage.model.dispatcher.failed) == (bad, "INVALID_ARGUMENT", 1)
+    assert (number, code, stage.model.dispatcher.failed_count) == (bad, "INVALID_ARGUMENT", 1)
     assert "x is missing" in text
     assert stage.host.predicts() == []
     stage.says(W1, ATTACHED)
@@ -242,8 +242,8 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     stage.says(W1, Result(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
     desk = stage.model.dispatcher
-    assert (desk.latencies.count, desk.by_process[W1].count, desk.by_process[W2].count) == (1, 1, 0)
-    assert (desk.latencies.percentile_us(50), desk.failed) == (250_000, 0)
+    assert (desk.latencies.count, desk.latencies_by_process[W1].count, desk.latencies_by_process[W2].count) == (1, 1, 0)
+    assert (desk.latencies.percentile_us(50), desk.failed_count) == (250_000, 0)
 
 
 def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it_had_to_others() -> None:
@@ -260,8 +260,8 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     # The head of the queue is what the spoilt worker had.
     assert stage.host.predicts() == [(W2, five), (W2, six)]
     stage.model.on_exit(W1, End(75), stage.now)
-    assert (len(stage.host.refusals), stage.model.dispatcher.failed) == (2, 2)
-    assert W1 not in stage.model.dispatcher.by_process
+    assert (len(stage.host.refusals), stage.model.dispatcher.failed_count) == (2, 2)
+    assert W1 not in stage.model.dispatcher.latencies_by_process
 
 
 def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
@@ -640,7 +640,7 @@ def test_what_waits_is_the_successors() -> None:
     assert [number for _, number in new.host.predicts()] == numbers
     assert new.host.refused() == [(*unfit, "INVALID_ARGUMENT")]
     assert [client for client, _ in new.host.metadata] == [b"curious"]
-    assert old.model.dispatcher.idle
+    assert old.model.dispatcher.is_idle
 
 
 @pytest.mark.parametrize("replaced", [True, False])

@@ -10,8 +10,8 @@ import pytest
 from weightd.daemon.generations.states import GenerationState
 from weightd.daemon.host.ends import By
 from weightd.daemon.requests.blame.contents import SLICE_BYTES
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
-from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import Internal, ResourceExhausted
@@ -37,7 +37,7 @@ def equals(count: int, size: int = 5) -> list[Request]:
 
 
 def suspects(stage: Stage) -> list[str]:
-    return stage.model.dispatcher.guard.suspects.names(stage.now)
+    return stage.model.dispatcher.fault_isolator.offenses.confined_names(stage.now)
 
 
 def returns(stage: Stage) -> None:
@@ -71,13 +71,13 @@ def test_a_seat_of_several_processes_is_given_and_loses_all_together(
     stage = Stage().serving()
     scheduler = stage.model.dispatcher.scheduler
     for worker in (W1, W2):
-        scheduler.release(worker)
-    scheduler.seats.enlist("pair", (W1, W2))
+        scheduler.release_slot(worker)
+    scheduler.slots.add_new("pair", (W1, W2))
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W1, number), (W2, number)]
     fails(stage)
     assert stage.host.aborted == aborted
-    assert [each.number for each in scheduler.line] == [number] * waits
+    assert [each.number for each in scheduler.queue] == [number] * waits
 
 
 def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() -> None:
@@ -115,7 +115,7 @@ def test_what_a_worker_had_that_is_ended_for_another_reason_waits_again_and_is_n
     [number] = stage.some(1)
     fails(stage)
     assert (stage.host.answers, stage.host.refusals) == ([], [])
-    [waiting] = stage.model.dispatcher.scheduler.line
+    [waiting] = stage.model.dispatcher.scheduler.queue
     assert (waiting.number, waiting.deaths) == (number, 0)
 
 
@@ -198,7 +198,7 @@ def test_a_damaged_store_is_noticed_where_nobody_asks() -> None:
 def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame(told_first: str) -> None:
     stage = Stage(CARD, workers=1, devices=("ascend:0",)).serving()
     [number] = stage.some(1)
-    for generation in range(1, MAX_LOSSES + 1):
+    for generation in range(1, MAX_LOST_SLOTS + 1):
         holder, worker = f"digits.{generation}.holder", f"digits.{generation}.w1"
         assert stage.host.predicts() == [(worker, number)]
         stage.now += 60.0
@@ -213,7 +213,7 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
             stage.answers(worker, number).dies(worker)
         assert (stage.host.answers, stage.host.refusals) == ([], [])
         stage.goes(generation).loads(generation + 1)
-    stage.answers(f"digits.{MAX_LOSSES + 1}.w1", number)
+    stage.answers(f"digits.{MAX_LOST_SLOTS + 1}.w1", number)
     assert stage.host.answers == [number]
 
 
@@ -246,7 +246,7 @@ def test_who_waits_with_the_content_that_workers_hang_in_is_refused_and_others_o
     stage.passes(60.0)
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert stage.host.refused() == list(zip(numbers, codes, strict=True))
-    assert [each.number for each in stage.model.dispatcher.scheduler.line] == others
+    assert [each.number for each in stage.model.dispatcher.scheduler.queue] == others
     with pytest.raises(Internal, match="workers died of this content or hung in it"):
         stage.submit(*equals(1))
 
@@ -265,7 +265,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
 ) -> None:
     stage = Stage().serving()
     [number] = stage.submit(*equals(1))
-    for _ in range(MAX_LOSSES):
+    for _ in range(MAX_LOST_SLOTS):
         assert stage.host.refusals == []
         [(worker, _)] = stage.host.predicts()
         stage.dies(worker, end, by)
@@ -274,7 +274,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
     assert (refused, how) == (number, code)
     assert text.startswith(f"request id{number} was on 5 workers when they ended, the last one killed by {end.name}")
     # It is no poison: who sends it again is served.
-    assert (stage.model.dispatcher.guard.quarantine.count(stage.now), suspects(stage)) == (0, [])
+    assert (stage.model.dispatcher.fault_isolator.quarantine.count(stage.now), suspects(stage)) == (0, [])
     stage.submit(*equals(1))
     assert len(stage.host.predicts()) == 1
 
@@ -304,20 +304,20 @@ def test_a_client_whose_requests_kill_workers_is_confined_to_one() -> None:
     for worker in (W1, W2, W3, W4):
         assert suspects(stage) == []
         stage.dies(worker)
-    assert suspects(stage) == [HOSTILE.near]
+    assert suspects(stage) == [HOSTILE.peer]
     stage.host.predicts()
     returns(stage)
     given = dict(stage.host.predicts())
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert (len(given), stage.model.dispatcher.scheduler.seats.in_flight(culprit)) == (4, 1)  # nobody waits behind it
-    assert stage.model.dispatcher.scheduler.line.count == len(hostile) + len(good) - 1 - 6
+    assert (len(given), stage.model.dispatcher.scheduler.slots.in_flight(culprit)) == (4, 1)  # nobody waits behind it
+    assert stage.model.dispatcher.scheduler.queue.count == len(hostile) + len(good) - 1 - 6
     assert not stage.model.has_failed
 
 
 def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_not() -> None:
     stage = Stage(workers=3).serving()
-    for _ in range(NEAR_DEATHS):
-        stage.model.dispatcher.guard.suspects.died(HOSTILE, 0.0, stage.now)
+    for _ in range(MAX_PEER_DEATHS):
+        stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
     first, *others = stage.submit(*poisons(3))
     good = stage.some(4)
     given = stage.host.predicts()
@@ -334,8 +334,8 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
 
 def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None:
     stage = Stage(workers=3).serving()
-    for _ in range(NEAR_DEATHS):
-        stage.model.dispatcher.guard.suspects.died(HOSTILE, 0.0, stage.now)
+    for _ in range(MAX_PEER_DEATHS):
+        stage.model.dispatcher.fault_isolator.offenses.record_death(HOSTILE, 0.0, stage.now)
     first, second = stage.submit(*poisons(2))
     [(worker, given)] = stage.host.predicts()
     assert given == first
@@ -355,21 +355,21 @@ LOSSES: dict[str, Loss] = {
 def test_a_client_to_whom_workers_are_lost_is_suspect_though_it_takes_its_requests_back(
     lost: Loss, taken_back: bool
 ) -> None:
-    stage = Stage(workers=NEAR_DEATHS).serving()
-    stage.submit(*poisons(NEAR_DEATHS))
+    stage = Stage(workers=MAX_PEER_DEATHS).serving()
+    stage.submit(*poisons(MAX_PEER_DEATHS))
     if taken_back:
-        stage.model.on_disconnect(HOSTILE.near.encode(), stage.now)
+        stage.model.on_disconnect(HOSTILE.peer.encode(), stage.now)
     for worker, number in stage.host.predicts():
         lost(stage, worker, number)
-    assert suspects(stage) == [HOSTILE.near]
+    assert suspects(stage) == [HOSTILE.peer]
 
 
 def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None:
     stage = Stage().serving()
-    guard = stage.model.dispatcher.guard
-    guard.quarantine.hold(equals(1)[0], stage.now)
-    for _ in range(2 * NEAR_DEATHS + 1):
-        guard.suspects.died(HOSTILE, 0.0, stage.now)
+    guard = stage.model.dispatcher.fault_isolator
+    guard.quarantine.add(equals(1)[0], stage.now)
+    for _ in range(2 * MAX_PEER_DEATHS + 1):
+        guard.offenses.record_death(HOSTILE, 0.0, stage.now)
     stage.updated(2).submit(*equals(1), *poisons(1))
 
 
@@ -378,7 +378,7 @@ def test_what_and_who_killed_the_old_model_says_nothing_of_the_new_one() -> None
 
 def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage = Stage().serving()
-    stage.model.dispatcher.guard.quarantine.hold(equals(1, MEGABYTE)[0], stage.now)
+    stage.model.dispatcher.fault_isolator.quarantine.add(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
     assert (stage.host.predicts(), stage.model.timer.due) == ([], 0.0)
@@ -401,18 +401,18 @@ def test_a_large_content_that_workers_died_of_is_known_a_moment_later() -> None:
     assert stage.host.refused() == [(number, "INTERNAL")]
     looks(stage)
     assert stage.host.refused() == [(each, "INTERNAL") for each in equal]
-    assert stage.model.dispatcher.guard.quarantine.count(stage.now) == 1
+    assert stage.model.dispatcher.fault_isolator.quarantine.count(stage.now) == 1
 
 
 @pytest.mark.parametrize("size", [5, MEGABYTE])
 def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int) -> None:
     stage = Stage(workers=1).serving()
-    quarantine = stage.model.dispatcher.guard.quarantine
-    quarantine.hung(equals(1, size)[0], stage.now)
+    quarantine = stage.model.dispatcher.fault_isolator.quarantine
+    quarantine.on_hang(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
     assert (stage.model.timer.due == 0.0) == (size == MEGABYTE)
     looks(stage)
-    assert not quarantine.hung(equals(1, size)[0], stage.now)
+    assert not quarantine.on_hang(equals(1, size)[0], stage.now)
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -446,6 +446,6 @@ def test_what_a_client_asked_that_is_shed_or_gone_is_dropped() -> None:
     stage.model.request_metadata(Waiter(b"client", "q"))
     stage.model.request_metadata(Waiter(b"another", "r"))
     stage.model.on_disconnect(b"client", stage.now)
-    assert stage.model.dispatcher.idle
+    assert stage.model.dispatcher.is_idle
     stage.pinned().builds()
     assert [client for client, _ in stage.host.metadata] == [b"another"]

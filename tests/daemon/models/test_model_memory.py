@@ -9,7 +9,7 @@ import pytest
 
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.seat import QUICK_S
+from weightd.daemon.requests.seat import MAX_QUICK_S
 from weightd.protocol.messages.children import Failed, Predict, Skip, Skipped
 from weightd.protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
@@ -20,7 +20,7 @@ def offering() -> Request:
     """A request whose input is in a region, which has room for its output, too."""
     asked = request()
     memory = Memory(7, os.dup(0), 100, os.close)
-    asked.places = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
+    asked.locations = Places({0: Place(memory, 8, len(asked.frames[0]))}, {0: Place(memory, 64, 32)})
     asked.frames = ()
     return asked
 
@@ -37,7 +37,7 @@ def test_a_worker_is_told_where_and_given_the_memory() -> None:
     [(_, order)] = stage.host.told(Predict)
     assert isinstance(order, Predict)
     assert order.regions == MappedRegions((MappedInput(0, 7, 8),), (MappedOutput(0, 7, 64, 32),))
-    assert (stage.host.frames, stage.host.memories) == ([], [*asked.places.memories])
+    assert (stage.host.frames, stage.host.memories) == ([], [*asked.locations.memories])
 
 
 ENDS: dict[str, Callable[[Stage, int], object]] = {
@@ -54,11 +54,11 @@ def test_who_gives_up_is_told_when_nobody_writes_any_more(end: str) -> None:
     asked, other = offering(), offering()
     number, _ = stage.submit(asked, other)
     stage.model.cancel(asked.client, asked.id, stage.now)
-    assert (asked.running, stage.host.refused(), stage.host.releases) == (True, [(number, "CANCELLED")], [])
+    assert (asked.may_still_write, stage.host.refused(), stage.host.releases) == (True, [(number, "CANCELLED")], [])
     ENDS[end](stage, number)
     assert stage.host.releases == [number]
     stage.answers(W2, other.number)
-    assert (other.running, stage.host.releases, stage.model.dispatcher.writers.begun) == (False, [number], {})
+    assert (other.may_still_write, stage.host.releases, stage.model.dispatcher.output_leases.leases) == (False, [number], {})
 
 
 def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
@@ -68,7 +68,7 @@ def test_what_no_worker_was_given_is_nobodys_to_write() -> None:
     stage.submit(waits)
     assert len(stage.host.predicts()) == 2
     stage.model.cancel(waits.client, waits.id, stage.now)
-    assert not waits.running
+    assert not waits.may_still_write
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -77,7 +77,7 @@ def test_what_is_taken_back_may_be_written_until_the_worker_says_what_came_of_it
     ahead = offering()
     stage.submit(offering(), ahead)
     stage.model.cancel(ahead.client, ahead.id, stage.now)
-    assert (stage.host.told(Skip), ahead.running, stage.host.releases) == ([(W1, Skip(ahead.number))], True, [])
+    assert (stage.host.told(Skip), ahead.may_still_write, stage.host.releases) == ([(W1, Skip(ahead.number))], True, [])
     stage.answers(W1, ahead.number) if begins else stage.says(W1, Skipped(ahead.number))
     assert stage.host.releases == [ahead.number]
 
@@ -89,10 +89,10 @@ def test_two_never_write_to_one_place() -> None:
     stage.answers(W2, other.number)
     assert [regions.outputs != () for regions in rooms(stage)] == [True, True, True]
     # What is behind one that runs long is given to another, and may have begun meanwhile.
-    stage.passes(QUICK_S)
+    stage.passes(MAX_QUICK_S)
     assert rooms(stage)[3:] == [MappedRegions((MappedInput(0, 7, 8),), ())]
     stage.answers(W2, ahead.number)
-    assert (ahead.running, stage.host.releases) == (True, [])
+    assert (ahead.may_still_write, stage.host.releases) == (True, [])
     stage.says(W1, Skipped(ahead.number))
     assert stage.host.releases == [ahead.number]
 
@@ -102,11 +102,11 @@ def test_a_successor_does_not_write_where_a_worker_of_its_predecessor_still_may(
     asked = offering()
     [number] = old.submit(asked)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=True)
-    old.model.dispatcher.release(W1)
+    old.model.dispatcher.release_slot(W1)
     new.model.adopt_requests(old.model, new.now)
     assert rooms(new) == [MappedRegions((MappedInput(0, 7, 8),), ())]
     new.answers(W1, number)
-    assert (asked.running, old.host.releases) == (True, [])
+    assert (asked.may_still_write, old.host.releases) == (True, [])
     old.dies(W1)
     assert (old.host.releases, new.host.releases) == ([number], [])
 
@@ -116,7 +116,7 @@ def test_what_hangs_may_write_until_it_is_dead() -> None:
     asked = offering()
     [number] = stage.submit(asked)
     stage.passes(10.0)
-    assert (stage.host.refused(), asked.running) == ([(number, "DEADLINE_EXCEEDED")], True)
+    assert (stage.host.refused(), asked.may_still_write) == ([(number, "DEADLINE_EXCEEDED")], True)
     # Its own answer may cross the signal.
     assert stage.host.releases == []
     stage.dies(W1)
@@ -130,10 +130,10 @@ def test_who_is_answered_by_another_than_the_one_that_is_ended_is_told_of_that(
     asked = offering()
     [number] = stage.submit(asked)
     # As a worker that says that it is broken: what it had waits again while it still lives.
-    stage.model.dispatcher.release(W1)
+    stage.model.dispatcher.release_slot(W1)
     stage.model.tick(stage.now)
     stage.model.dispatcher.dispatch(stage.now)
     stage.answers(W2, number)
-    assert (stage.host.answers, asked.running, stage.host.releases) == ([number], True, [])
+    assert (stage.host.answers, asked.may_still_write, stage.host.releases) == ([number], True, [])
     stage.dies(W1)
     assert stage.host.releases == [number]

@@ -31,8 +31,8 @@ from weightd.daemon.models.deployment import Deployment
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.records import ModelRecord
 from weightd.daemon.models.sources import Numbers
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
-from weightd.daemon.requests.blame.suspects import NEAR_DEATHS
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
+from weightd.daemon.requests.blame.suspects import MAX_PEER_DEATHS
 from weightd.daemon.requests.regions import Memory
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.signature import Waiter
@@ -272,16 +272,16 @@ class ModelWorld(RuleBasedStateMachine):
         if "workers when they died" in error:
             assert self.blamed[request.number] >= 2, "blamed for what it has not done"
         elif "workers when they ended" in error:
-            assert self.lost[request.number] >= MAX_LOSSES
+            assert self.lost[request.number] >= MAX_LOST_SLOTS
         elif self.hung:
             pass  # what hangs is accused, too
         elif "workers died of this content" in error:
             assert self.killers[request.frames] >= 2
         elif "others of its client" in error:
             assert self.blamed[request.number] >= 1
-            assert max(self.killers[name] for name in request.origin) >= NEAR_DEATHS
+            assert max(self.killers[name] for name in request.origin) >= MAX_PEER_DEATHS
         elif "workers were lost to requests of" in error:
-            assert max(self.killers[name] for name in request.origin) > NEAR_DEATHS
+            assert max(self.killers[name] for name in request.origin) > MAX_PEER_DEATHS
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         assert metadata.inputs == (X,)
@@ -409,7 +409,7 @@ class ModelWorld(RuleBasedStateMachine):
         self.now = then
         while then >= self.model.next_event_at:
             self.model.tick(then)
-            if not self.model.dispatcher.guard.looks:
+            if not self.model.dispatcher.fault_isolator.has_work:
                 break
         assert self.model.next_event_at > then, "it would wake up for nothing, again and again"
 
@@ -542,7 +542,7 @@ class ModelWorld(RuleBasedStateMachine):
         for _ in range(count):
             number = next(self.numbers)
             frame = content or str(number).encode()
-            until, client = self.now + seconds, origin.near.encode()
+            until, client = self.now + seconds, origin.peer.encode()
             request = Request(
                 number,
                 client,
@@ -652,14 +652,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def one_generation_of_a_device_takes_requests(self) -> None:
-        enlisted = set(self.model.dispatcher.by_process) & {
+        enlisted = set(self.model.dispatcher.latencies_by_process) & {
             name
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
             if child.state is ChildState.READY and name in each.serving.serving_processes
         }
-        takes = set(self.model.dispatcher.scheduler.seats.enlisted)
+        takes = set(self.model.dispatcher.scheduler.slots.accepting)
         assert takes == enlisted, f"{takes} take requests, {enlisted} should"
 
     @invariant()

@@ -4,31 +4,31 @@ import pytest
 
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.observe.accounting import Accounting, Intervals
-from weightd.daemon.tenants.accounts import ELSEWHERE, Accounts, QuotaExceeded
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Accounts, QuotaExceeded
 from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.errors import Cancelled, NotFound
 
 
 def ask(accounts: Accounts, tenant: str, model: str, seconds: float) -> None:
-    account = accounts.of(tenant, model)
-    account.accepts(100)
-    account.waited(0.25)
-    account.ran(seconds, 4)
-    account.answers(10)
+    account = accounts.usage_of(tenant, model)
+    account.count_accepted(100)
+    account.add_queue_time(0.25)
+    account.add_run(seconds, 4)
+    account.count_served(10)
 
 
 def test_a_line_tells_what_has_come_since_the_last_one() -> None:
     accounts = Accounts()
     ask(accounts, "ann", "m", 7.0)
     intervals = Intervals(accounts)
-    intervals.begin(["ann", "bob"])
+    intervals.start(["ann", "bob"])
     assert [*intervals.lines(["ann", "bob"], 60.0)] == []
     ask(accounts, "ann", "m", 1.0)
     ask(accounts, "ann", "n", 2.0)
-    accounts.of("ann", "m").deaths += 1
+    accounts.usage_of("ann", "m").deaths += 1
     for error in (QuotaExceeded("max_rate", "too many"), QuotaExceeded("max_rate", "too many"), Cancelled("gone")):
-        accounts.of("ann", "m").refuses(error, requests=1)
-    accounts.of("bob", ELSEWHERE).refuses(NotFound("no model"), requests=1)
+        accounts.usage_of("ann", "m").count_refused(error, requests=1)
+    accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no model"), requests=1)
     ask(accounts, "eve", "m", 1.0)
     assert [*intervals.lines(["ann", "bob", "eve"], 60.0)] == [
         (
@@ -54,7 +54,7 @@ def test_a_tenant_that_comes_again_begins_anew() -> None:
     for _ in range(3):
         ask(accounts, "ann", "m", 1.0)
     assert len([*intervals.lines(["ann"], 1.0)]) == 1
-    accounts.keep([], ["m"])
+    accounts.keep_only([], ["m"])
     ask(accounts, "ann", "m", 1.0)
     [line] = intervals.lines(["ann"], 1.0)
     assert line.startswith("tenant ann: 1 requests in 1 s, 1 served")
@@ -83,27 +83,27 @@ class Daemon:
 def test_a_line_comes_with_each_interval_and_a_reload_changes_it(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon({"ann": TenantConfig()}, caplog)
     ask(daemon.accounts, "ann", "m", 1.0)
-    daemon.accounting.renew(30.0, 100.0)
+    daemon.accounting.configure(30.0, 100.0)
     assert daemon.run(100.0, 129.0) == []
     ask(daemon.accounts, "ann", "m", 1.0)
     # One that changes nothing of it puts nothing off.
-    daemon.accounting.renew(30.0, 129.0)
+    daemon.accounting.configure(30.0, 129.0)
     [line] = daemon.run(129.0, 135.0)
     assert line.startswith("tenant ann: 1 requests in 30 s, ")
     ask(daemon.accounts, "(operators)", "m", 1.0)
-    daemon.accounting.renew(5.0, 140.0)
+    daemon.accounting.configure(5.0, 140.0)
     assert daemon.run(140.0, 146.0) == []
     ask(daemon.accounts, "(operators)", "m", 1.0)
     [line] = daemon.run(146.0, 150.0)
     assert line.startswith("tenant (operators): 1 requests in 5 s, ")
-    daemon.accounting.renew(0.0, 151.0)
+    daemon.accounting.configure(0.0, 151.0)
     ask(daemon.accounts, "ann", "m", 1.0)
     assert daemon.run(151.0, 300.0) == []
 
 
 def test_shares_are_those_of_the_last_minute(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon({"ann": TenantConfig(), "bob": TenantConfig()}, caplog)
-    daemon.accounting.renew(0.0, 0.0)
+    daemon.accounting.configure(0.0, 0.0)
     ask(daemon.accounts, "ann", "m", 3.0)
     ask(daemon.accounts, "bob", "m", 1.0)
     daemon.run(0.0, 45.0)
@@ -115,20 +115,20 @@ def test_shares_are_those_of_the_last_minute(caplog: pytest.LogCaptureFixture) -
 
 def test_who_is_gone_is_forgotten_and_without_tables_nothing_is_done(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon({}, caplog)
-    daemon.accounting.renew(1.0, 0.0)
+    daemon.accounting.configure(1.0, 0.0)
     assert all(timer.due == float("inf") for timer in daemon.accounting.timers)
-    daemon.directory.renew({"ann": TenantConfig(), "bob": TenantConfig()})
-    daemon.accounting.renew(1.0, 0.0)
+    daemon.directory.configure({"ann": TenantConfig(), "bob": TenantConfig()})
+    daemon.accounting.configure(1.0, 0.0)
     for name in ("ann", "bob"):
         ask(daemon.accounts, name, "m", 1.0)
         ask(daemon.accounts, name, "n", 1.0)
     assert len(daemon.run(0.0, 5.0)) == 2
-    daemon.directory.renew({"ann": TenantConfig()})
-    daemon.accounting.renew(1.0, 5.0)
-    assert [model for model, _ in daemon.accounts.items("ann")] == ["m", ELSEWHERE]
+    daemon.directory.configure({"ann": TenantConfig()})
+    daemon.accounting.configure(1.0, 5.0)
+    assert [model for model, _ in daemon.accounts.items("ann")] == ["m", OTHER_MODELS]
     assert [*daemon.accounts.items("bob")] == []
-    daemon.directory.renew({})
-    daemon.accounting.renew(1.0, 6.0)
+    daemon.directory.configure({})
+    daemon.accounting.configure(1.0, 6.0)
     assert daemon.run(6.0, 100.0) == []
     assert all(timer.due == float("inf") for timer in daemon.accounting.timers)
 
@@ -139,5 +139,5 @@ def test_what_was_asked_of_a_model_that_goes_is_not_told_again() -> None:
     for model in ("m", "n"):
         ask(accounts, "ann", model, 1.0)
     assert len([*intervals.lines(["ann"], 1.0)]) == 1
-    accounts.keep(["ann"], ["n"])
+    accounts.keep_only(["ann"], ["n"])
     assert [*intervals.lines(["ann"], 1.0)] == []

@@ -38,8 +38,8 @@ class Stage:
         return self.bytes
 
     def look(self, now: float) -> Share:
-        self.loading.look([self.model], now)
-        return self.loading.share(self.generation.label, now)
+        self.loading.update([self.model], now)
+        return self.loading.progress(self.generation.label, now)
 
     def loads(self, label: str, begin: float, seconds: float) -> None:
         """A generation, whose snapshot is there, loads and serves."""
@@ -54,19 +54,19 @@ def test_the_first_load_is_told_as_far_as_its_copy_and_the_next_one_in_all() -> 
     stage.look(0.0)
     stage.copied = (25, 100)
     assert stage.look(10.0) == Share(fraction_copied=0.25)
-    assert stage.loading.told("m.1", 10.0) == "25 % copied"
+    assert stage.loading.describe_progress("m.1", 10.0) == "25 % copied"
     assert stage.asked == {("m", SOURCE)}
     stage.bytes, stage.generation.state = 100, GenerationState.SPAWNING
     assert stage.look(40.0) == Share()
-    assert stage.loading.told("m.1", 40.0) == ""
+    assert stage.loading.describe_progress("m.1", 40.0) == ""
     stage.generation.state = GenerationState.SERVING
     assert stage.look(60.0) == Share()
-    assert stage.loading.paces == {"m": Pace(100, 20.0, 40.0)}
+    assert stage.loading.speeds == {"m": Pace(100, 20.0, 40.0)}
     # The next one of the same snapshot.
     stage.generation.label, stage.generation.state = "m.2", GenerationState.BUILDING
     assert stage.look(70.0).remaining_s == 20.0
     assert stage.look(80.0) == Share(0.5, 10.0)
-    assert stage.loading.told("m.2", 80.0) == "50 %, about 10 s left"
+    assert stage.loading.describe_progress("m.2", 80.0) == "50 %, about 10 s left"
 
 
 def test_a_copy_that_nobody_has_looked_at_is_one_and_one_for_another_generation_is_none() -> None:
@@ -77,9 +77,9 @@ def test_a_copy_that_nobody_has_looked_at_is_one_and_one_for_another_generation_
     stage.look(40.0)
     stage.generation.state = GenerationState.SERVING
     stage.look(50.0)
-    assert stage.loading.paces == {"m": Pace(100, 10.0, 40.0)}
+    assert stage.loading.speeds == {"m": Pace(100, 10.0, 40.0)}
     stage.loads("m.2", 60.0, 10.0)
-    assert stage.loading.paces == {"m": Pace(100, 10.0, 40.0)}
+    assert stage.loading.speeds == {"m": Pace(100, 10.0, 40.0)}
 
 
 @pytest.mark.parametrize("state", [GenerationState.FAILED, GenerationState.DRAINING])
@@ -89,8 +89,8 @@ def test_what_did_not_serve_teaches_nothing(state: GenerationState) -> None:
     stage.look(0.0)
     stage.generation.state = state
     stage.look(1.0)
-    assert stage.loading.paces == {}
-    assert stage.loading.share("m.1", 1.0) == Share()
+    assert stage.loading.speeds == {}
+    assert stage.loading.progress("m.1", 1.0) == Share()
 
 
 def test_what_is_taken_over_and_what_shares_a_process_is_not_looked_at() -> None:
@@ -107,11 +107,11 @@ def test_what_is_remembered_is_bounded_and_passed_on_to_the_next_daemon(monkeypa
     stage = Stage()
     for label in ("a.1", "b.1", "a.2", "c.1"):
         stage.loads(label, 0.0, 5.0)
-    assert [*stage.loading.paces] == ["a", "c"]
+    assert [*stage.loading.speeds] == ["a", "c"]
     written = [*stage.loading.records()]
     assert [each.key for each in written] == ["a", "c"]
     following = Stage()
     following.loading.restore(
         [PaceFigures("d", Pace(1, 99.0)), *(decode(PaceFigures, plain(each)) for each in written)]
     )
-    assert following.loading.paces == stage.loading.paces
+    assert following.loading.speeds == stage.loading.speeds

@@ -12,7 +12,7 @@ import pytest
 
 from weightd.daemon.host.memory import Held
 from weightd.daemon.observe import memory
-from weightd.daemon.observe.memory import INTERVAL_S, Copy, Memory, copies, footing
+from weightd.daemon.observe.memory import INTERVAL_S, Copy, Memory, memory_subjects, measure_footprint
 from weightd.daemon.observe.metrics import Footing
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, Stage
@@ -53,7 +53,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 )
 @pytest.mark.usefixtures("kernel")
 def test_what_a_model_takes(measured: list[Copy], expected: Footing) -> None:
-    assert footing(measured) == expected
+    assert measure_footprint(measured) == expected
 
 
 def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,12 +61,12 @@ def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.Lo
     start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
     known = Memory(start, lambda: now)
     for _ in range(2):
-        assert known.look([1], dict).pss is None
+        assert known.poll([1], dict).pss_bytes is None
     assert caplog.text.count("the limit of processes and threads is reached") == 1
     now, start.side_effect = INTERVAL_S, None
-    assert known.look([1], dict).pss is None
+    assert known.poll([1], dict).pss_bytes is None
     start.call_args.args[0]()
-    assert known.look([1], dict).pss == 1
+    assert known.poll([1], dict).pss_bytes == 1
 
 
 def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known(kernel: Kernel) -> None:
@@ -74,34 +74,34 @@ def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known
     begun: list[Callable[[], None]] = []
     knows = Memory(begun.append, lambda: now)
     subject = {"m": [Copy((1,), 400, 100, None)]}
-    assert knows.look([7], lambda: subject).pss is None
+    assert knows.poll([7], lambda: subject).pss_bytes is None
     # It takes as long as it takes, and nobody begins again meanwhile.
     now = 10 * INTERVAL_S
-    assert knows.look([7], lambda: subject).footings == {}
+    assert knows.poll([7], lambda: subject).footprints == {}
     assert (len(begun), kernel.asked) == (1, [])
     begun[0]()
     assert kernel.asked == [7, 1]
-    found = knows.look([7, 13], dict)
-    assert (found.pss, found.footings) == (7, {"m": Footing(1, 400, 300, 100)})
+    found = knows.poll([7, 13], dict)
+    assert (found.pss_bytes, found.footprints) == (7, {"m": Footing(1, 400, 300, 100)})
     assert len(begun) == 2
     begun[1]()
     now += INTERVAL_S - 1.0
-    assert knows.look([13], lambda: subject).footings == {}
+    assert knows.poll([13], lambda: subject).footprints == {}
     now += 1.0
-    knows.look([13], lambda: subject)
+    knows.poll([13], lambda: subject)
     assert len(begun) == 3
     begun[2]()
-    assert knows.look([], lambda: subject).pss is None
+    assert knows.poll([], lambda: subject).pss_bytes is None
 
 
 def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Callable[[], None]] = []
     knows = Memory(begun.append, lambda: 100.0 * len(begun))
-    knows.look([7], dict)
+    knows.poll([7], dict)
     monkeypatch.setattr(memory, "held", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         begun[0]()
-    knows.look([7], dict)
+    knows.poll([7], dict)
     assert len(begun) == 2
 
 
@@ -118,14 +118,14 @@ def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(memory, "held", slow)
     knows = Memory()
-    assert knows.look([os.getpid()], dict).pss is None
+    assert knows.poll([os.getpid()], dict).pss_bytes is None
     assert said.wait(60.0)
-    assert knows.look([os.getpid()], dict).pss is None
+    assert knows.poll([os.getpid()], dict).pss_bytes is None
     assert readers != [threading.get_ident()]
     [thread] = [each for each in threading.enumerate() if each.name == "memory"]
     go_on.set()
     thread.join(60.0)
-    assert knows.look([], dict).pss == os.getpid()
+    assert knows.poll([], dict).pss_bytes == os.getpid()
 
 
 def test_which_processes_and_which_copies_there_are() -> None:
@@ -134,6 +134,6 @@ def test_which_processes_and_which_copies_there_are() -> None:
     files: dict[str, Any] = {"digits.1": SimpleNamespace(store=Path("/store"))}
     shared = ATTACHED.shared_bytes
     # The other worker has just gone.
-    assert copies([stage.model], processes, files) == {"digits": [Copy((10, 11), shared, 0, Path("/store"))]}
+    assert memory_subjects([stage.model], processes, files) == {"digits": [Copy((10, 11), shared, 0, Path("/store"))]}
     # On a card there is no file: what the copy takes is what the holder says.
-    assert copies([card.model], processes, files) == {"digits": [Copy((10, 11), shared, BUILT.shared_bytes, None)]}
+    assert memory_subjects([card.model], processes, files) == {"digits": [Copy((10, 11), shared, BUILT.shared_bytes, None)]}

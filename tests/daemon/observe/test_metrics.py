@@ -4,13 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.meters.buckets import ROWS, SECONDS
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
 from weightd.daemon.meters.meters import Meters
 from weightd.daemon.meters.totals import Totals
 from weightd.daemon.models.model import Model
-from weightd.daemon.observe.metrics import Counted, Footing, Moment, tell
+from weightd.daemon.observe.metrics import Counted, Footing, Moment, build_metrics
 from weightd.daemon.tenants.accounts import Account, Accounts
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant, Viewer
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant, Viewer
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
 from weightd.protocol.errors import ERRORS
@@ -31,7 +31,7 @@ class World:
         self.stage, self.other = Stage(workers=1, spares=1), Stage()
         self.other.model.name = "secret"
         self.meters, self.totals, self.accounts = Meters(), Totals(lambda: 3), Accounts()
-        self.stage.model.dispatcher.count_with(self.meters.of("digits"))
+        self.stage.model.dispatcher.set_counters(self.meters.counters_of("digits"))
         self.stage.serving()
         [first] = self.stage.some(1)
         self.stage.now += 0.25
@@ -41,13 +41,13 @@ class World:
     def tell(self, viewer: Viewer, *tenants: Tenant, moment: Moment = NOW, **measured: Any) -> Any:
         models: list[Model] = [self.stage.model, self.other.model]
         counted = Counted(models, self.meters, self.totals, tenants, self.accounts, 4, 5, **measured)
-        return tell("7", moment, viewer, counted)
+        return build_metrics("7", moment, viewer, counted)
 
 
 def busy(accounts: Accounts, tenant: str, model: str) -> Account:
-    account = accounts.of(tenant, model)
-    account.accepts(100)
-    account.answers(10)
+    account = accounts.usage_of(tenant, model)
+    account.count_accepted(100)
+    account.count_served(10)
     return account
 
 
@@ -55,11 +55,11 @@ def test_what_was_counted_and_how_things_stand() -> None:
     world = World()
     busy(world.accounts, "default", "digits")
     world.totals.reloads, world.totals.refused_reloads = 1, 2
-    world.meters.of("digits").deaths = 8
+    world.meters.counters_of("digits").deaths = 8
     footings = {"digits": Footing(100, 50, 40, 10)}
-    told = world.tell(Viewer(EVERYONE, sees_all=True), EVERYONE, footings=footings, pss_bytes=9)
+    told = world.tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, footings=footings, pss_bytes=9)
     assert (told.id, told.state, told.uptime_s, told.pss_bytes) == ("7", "running", 2.0, 9)
-    assert (told.seconds_bounds, told.rows_bounds) == (SECONDS, ROWS)
+    assert (told.seconds_bounds, told.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
     assert (told.held_bytes, told.max_memory_bytes, told.dropped, told.reloads) == (4, 5, 3, ReloadCounts(1, 2))
     [everyone] = told.tenants
     assert (everyone.name, everyone.accounts[0].served) == ("default", 1)
@@ -73,7 +73,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
         ProcessCount("worker", "ready", 1),
     )
     assert (digits.executions, digits.deaths) == (1, 8)
-    bucket = SECONDS.index(0.25)
+    bucket = SECONDS_BOUNDS.index(0.25)
     assert (digits.request_seconds.counts[bucket], digits.request_seconds.sum) == (1, 0.25)
     assert digits.compute_seconds == digits.request_seconds
     assert (digits.pss_bytes, digits.shared_bytes, digits.saved_bytes, digits.copy_bytes) == (100, 50, 40, 10)
@@ -86,7 +86,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
 
 
 def test_a_daemon_that_stops_is_not_ready() -> None:
-    told = World().tell(Viewer(EVERYONE, sees_all=True), EVERYONE, moment=Moment("stopping", 2.0, 1000.0))
+    told = World().tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, moment=Moment("stopping", 2.0, 1000.0))
     assert (told.state, told.models[0].ready) == ("stopping", False)
 
 
@@ -95,7 +95,7 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     busy(world.accounts, "ann", "digits")
     busy(world.accounts, "bob", "digits")
     measured: dict[str, Any] = {"footings": {"digits": Footing(100, 50, 40, 10)}, "pss_bytes": 9}
-    told = world.tell(Viewer(ANN, sees_all=False), ANN, BOB, **measured)
+    told = world.tell(Viewer(ANN, can_see_all=False), ANN, BOB, **measured)
     numbers = (0, 0, (), 0, 0, 0, 0, 0, 0)
     assert told.models == (
         ModelMetrics("digits", "onnxruntime", "serving", True, 0, "", *numbers, NONE, NONE, NONE, NONE),
@@ -113,7 +113,7 @@ def test_the_largest_answer_fits() -> None:
     names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
     refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
     for name in names:
-        meter = meters.of(name)
+        meter = meters.counters_of(name)
         for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
             buckets.counts = [2**55] * len(buckets.counts)
         for tenant in tenants:
@@ -128,6 +128,6 @@ def test_the_largest_answer_fits() -> None:
         )
     footings = dict.fromkeys(names, Footing(2**55, 2**55, 2**55, 2**55))
     counted = Counted(models, meters, Totals(lambda: 0), tenants, accounts, 0, 0, footings)
-    told = tell("7", NOW, Viewer(EVERYONE, sees_all=True), counted)
+    told = build_metrics("7", NOW, Viewer(DEFAULT_TENANT, can_see_all=True), counted)
     assert len(told.models) == limits.MAX_MODELS
     assert len(b"".join(encode(told, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from weightd.daemon.host.loop import Loop
-from weightd.daemon.observe.reports import BURST_S, MAX_OF_USER, MAX_WAITING, SHARE, Reports
+from weightd.daemon.observe.reports import BURST_S, MAX_PER_USER, MAX_PENDING, LOOP_SHARE, Reports
 from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import ResourceExhausted
 
@@ -43,7 +43,7 @@ class Scene:
                 self.answered.append((self.now, client, asker.request_id))
             return not left
 
-        self.reports.ask(asker, step)
+        self.reports.add(asker, step)
         return asker.request_id
 
     def run(self, until: float) -> None:
@@ -87,8 +87,8 @@ def test_a_user_that_asks_all_the_time_has_its_share_and_keeps_nobody_waiting(sc
         assert scene.answered[-1][2] == number or scene.answered[-2][2] == number
         waits.append(scene.now - asked)
     own = sum(client == "a1" for _, client, _ in scene.answered) * COST_S
-    assert own <= BURST_S + SHARE * scene.now + COST_S
-    assert own >= SHARE * scene.now * 0.9
+    assert own <= BURST_S + LOOP_SHARE * scene.now + COST_S
+    assert own >= LOOP_SHARE * scene.now * 0.9
     assert max(waits) <= 2 * COST_S + 1e-9
 
 
@@ -112,17 +112,17 @@ def test_a_user_that_asks_now_and_then_never_waits(scene: Scene) -> None:
     ],
 )
 def test_who_asks_for_more_than_others_gives_way(scene: Scene, waiting: list[str], index: int) -> None:
-    assert len(waiting) == MAX_WAITING + 1
+    assert len(waiting) == MAX_PENDING + 1
     for client in waiting:
         scene.ask(client)
     assert scene.refused == [(waiting[index], str(index))]
 
 
 def test_a_user_has_few_that_wait(scene: Scene) -> None:
-    for number in range(MAX_OF_USER):
+    for number in range(MAX_PER_USER):
         scene.ask(f"a{number}")
     for _ in range(2):
-        with pytest.raises(ResourceExhausted, match=f"{MAX_OF_USER} questions of this user") as caught:
+        with pytest.raises(ResourceExhausted, match=f"{MAX_PER_USER} questions of this user") as caught:
             scene.ask("a9")
         assert caught.value.retry_after is not None
         scene.ask("b1")

@@ -12,7 +12,7 @@ from weightd.daemon.generations.plan import Source
 from weightd.daemon.host.memory import MIB, Held
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
-from weightd.daemon.observe.status import Subject, report
+from weightd.daemon.observe.status import Subject, build_status
 from weightd.daemon.observe.survey import Measured, Survey
 from weightd.protocol.messages.children import Attached, Built, Hello, Traits
 from weightd.protocol.messages.data import TensorSignature
@@ -39,7 +39,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         model.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, WORKER, SPARE), 10)}
     survey = Survey("s", (), Measured())
-    survey.held = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
+    survey.memory_by_pid = {1: Held(7, 6, 5), 2: None, 10: Held(1000, 900, 950), 11: Held(100, 90, 95)}
     subject = Subject(
         [model],
         [card, Device("cpu"), Device("cpu:0")],
@@ -52,7 +52,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         "a note",
         [Gate("lan", "tcp://*:1", 2, 3, 4)],
     )
-    told = report(survey, "running", 1.0, subject)
+    told = build_status(survey, "running", 1.0, subject)
     assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
     assert told.gates == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations

@@ -40,11 +40,11 @@ def test_a_process_is_measured_once_a_second_however_often_is_asked(kernel: Kern
     # The first takes a step for each process: the loop does its other work between.
     assert [steps(each) for each in surveys] == [3] + [1] * 15
     assert kernel.asked == [7, 2, 1]
-    assert [each.held for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
+    assert [each.memory_by_pid for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
     # One that has come since is measured alone.
     kernel.now = MAX_AGE_S / 2
     late = Survey("", [1, 3, 2], measured)
-    assert (steps(late), late.held) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
+    assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
     kernel.now = MAX_AGE_S
     assert steps(Survey("", [1, 2], measured)) == 2
     assert kernel.asked == [7, 2, 1, 3, 2, 1]

@@ -21,7 +21,7 @@ def read(directory: Path, process: str = "", lines: int = 100) -> LogsResponse:
     for _ in range(limits.MAX_LOGS + 1):
         if made.step():
             break
-    return made.answer
+    return made.response
 
 
 def test_each_process_is_there_with_its_last_lines_and_who_wrote_last_comes_last(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from weightd.daemon.config.tenants import TenantConfig
-from weightd.daemon.observe.own import own_report
-from weightd.daemon.observe.tenants import told, waiting
-from weightd.daemon.tenants.accounts import ELSEWHERE, Account, Accounts, QuotaExceeded
+from weightd.daemon.observe.own import build_tenant_status
+from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.codec import encode
@@ -32,24 +32,24 @@ def model(name: str, *queued: Tenant) -> Any:
 
 
 def busy(accounts: Accounts, tenant: str, name: str, requests: int = 1) -> Account:
-    account = accounts.of(tenant, name)
+    account = accounts.usage_of(tenant, name)
     for _ in range(requests):
-        account.accepts(100)
-        account.ran(0.5, 2)
-        account.answers(10)
+        account.count_accepted(100)
+        account.add_run(0.5, 2)
+        account.count_served(10)
     return account
 
 
 def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
     accounts = Accounts()
-    accounts.tick()
-    busy(accounts, "ann", "m", 3).accepts(7)
-    accounts.of("ann", "m").waited(0.25)
-    accounts.of("ann", "m").refuses(QuotaExceeded("max_rate", "too many"))
-    accounts.of("ann", ELSEWHERE).refuses(NotFound("no"), requests=1)
-    accounts.of("ann", "never")
-    queued = waiting([model("m", ANN, BOB, ANN), model("n")])
-    ann, bob = told([ANN, BOB], accounts, queued)
+    accounts.sample()
+    busy(accounts, "ann", "m", 3).count_accepted(7)
+    accounts.usage_of("ann", "m").add_queue_time(0.25)
+    accounts.usage_of("ann", "m").count_refused(QuotaExceeded("max_rate", "too many"))
+    accounts.usage_of("ann", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
+    accounts.usage_of("ann", "never")
+    queued = queued_counts([model("m", ANN, BOB, ANN), model("n")])
+    ann, bob = tenant_statuses([ANN, BOB], accounts, queued)
     assert (ann.name, ann.weight, ann.share, ann.summed) == ("ann", 3.0, 1.0, 0)
     assert ann.accounts == (
         AccountStatus("m", 4, 3, 6, 1.5, 0.25, 307, 30, 1, 2, {"max_rate": 1}),
@@ -59,7 +59,7 @@ def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
 
 
 def test_nobody_has_a_share_where_nothing_has_run() -> None:
-    [ann] = told([ANN], Accounts(), {})
+    [ann] = tenant_statuses([ANN], Accounts(), {})
     assert ann.share is None
 
 
@@ -67,10 +67,10 @@ def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
     accounts = Accounts()
     for requests, name in enumerate(("a", "b", "c", "d"), 1):
-        busy(accounts, "ann", name, requests).accepts(1)
+        busy(accounts, "ann", name, requests).count_accepted(1)
     busy(accounts, "bob", "a", 9)
-    accounts.of("bob", ELSEWHERE).refuses(NotFound("no"), requests=1)
-    ann, bob = told([ANN, BOB], accounts, {("ann", "a"): 1, ("ann", "c"): 1, ("ann", "d"): 1})
+    accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
+    ann, bob = tenant_statuses([ANN, BOB], accounts, {("ann", "a"): 1, ("ann", "c"): 1, ("ann", "d"): 1})
     assert [(each.model, each.requests, each.in_flight, each.queued) for each in ann.accounts] == [
         ("d", 5, 1, 1),
         ("", 9, 3, 2),
@@ -84,11 +84,11 @@ def test_the_largest_answer_fits() -> None:
     tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
     for tenant in tenants:
         for number in range(limits.MAX_MODELS):
-            account = accounts.of(tenant.name, f"{number:064d}")
+            account = accounts.usage_of(tenant.name, f"{number:064d}")
             for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "deaths", "in_flight"):
                 setattr(account, field, 2**54)
             account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REFUSAL_REASONS // 2)}
-    whole = told(tenants, accounts, {})
+    whole = tenant_statuses(tenants, accounts, {})
     assert limits.MAX_ACCOUNTS - 256 < sum(len(each.accounts) for each in whole) <= limits.MAX_ACCOUNTS
     response = StatusResponse("id", "1", "running", 1, 1.0, 1, (), tenants=whole)
     assert len(b"".join(encode(response, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
@@ -96,10 +96,10 @@ def test_the_largest_answer_fits() -> None:
 
 def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     accounts = Accounts()
-    busy(accounts, "ann", "m", 2).refuses(NotFound("no"))
+    busy(accounts, "ann", "m", 2).count_refused(NotFound("no"))
     busy(accounts, "bob", "m", 100)
     models = [model("m", BOB, ANN, BOB), model("secret", BOB), model("big")]
-    response = own_report("7", "running", 2.0, ANN, models, accounts)
+    response = build_tenant_status("7", "running", 2.0, ANN, models, accounts)
     assert response.models == (
         ModelStatus("m", "onnxruntime", "", "serving", 1, 2, 1, ()),
         ModelStatus("big", "onnxruntime", "", "serving", 0, 0, 0, ()),
@@ -110,7 +110,7 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     assert (response.gates, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
     # What it has asked before its table was another one is in the sum, without a name.
     busy(accounts, "ann", "secret", 3)
-    response = own_report("7", "running", 2.0, ANN, models, accounts)
+    response = build_tenant_status("7", "running", 2.0, ANN, models, accounts)
     [ann] = response.tenants
     assert [(each.model, each.served) for each in ann.accounts] == [("m", 2), ("", 3)]
     assert ann.summed == 0

@@ -15,13 +15,13 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.requests.deadlines import Deadlines
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.scheduler import MOST_ENDED, Scheduler
+from weightd.daemon.requests.scheduler import MAX_ENDED_PER_TURN, Scheduler
 from weightd.protocol.errors import RequestError, Unavailable
 from weightd.protocol.messages.children import Built, ChildOrder, Result
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
 
-COUNT = 5 * MOST_ENDED + 3
+COUNT = 5 * MAX_ENDED_PER_TURN + 3
 WRONG = RequestDescription("m", (TensorSpec("no_input", "FP32", (1,)),))
 
 
@@ -40,7 +40,7 @@ def test_deadlines_are_found_in_their_order_and_only_while_their_requests_are_wa
     for step, value in steps:
         if step == "add":
             new = request(next(numbers), deadline=float(value))
-            assert deadlines.add(new) or deadlines.earliest <= new.deadline
+            assert deadlines.add(new) or deadlines.next_deadline <= new.deadline
             watched[new.number] = new
         elif step == "take":
             expected = sorted(
@@ -57,7 +57,7 @@ def test_deadlines_are_found_in_their_order_and_only_while_their_requests_are_wa
             else:
                 each.deadline = min(each.deadline, float(value))
                 deadlines.add(each)
-        assert deadlines.earliest <= min((each.deadline for each in watched.values()), default=math.inf)
+        assert deadlines.next_deadline <= min((each.deadline for each in watched.values()), default=math.inf)
 
 
 def test_requests_that_have_ended_before_their_deadlines_leave_nothing_behind() -> None:
@@ -69,7 +69,7 @@ def test_requests_that_have_ended_before_their_deadlines_leave_nothing_behind() 
         assert len(deadlines) < 100
     assert not deadlines.add(request(1, deadline=math.inf))
     assert deadlines.take_due(1e9, 10) == []
-    assert (len(deadlines), deadlines.earliest) == (0, math.inf)
+    assert (len(deadlines), deadlines.next_deadline) == (0, math.inf)
 
 
 class Compared(float):
@@ -93,7 +93,7 @@ def test_a_deadline_passes_without_a_look_at_the_other_requests() -> None:
     Compared.count = 0
     assert [each.number for each, _ in scheduler.expire(1000.5)] == [0]
     assert Compared.count < 100
-    assert scheduler.next_event == 1001
+    assert scheduler.next_event_at == 1001
 
 
 # --- the desk -------------------------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ class Clients:
 
 
 ENDINGS: dict[str, Callable[[Desk], object]] = {
-    "CANCELLED its client is gone": lambda desk: desk.vanished(b"client", 1.0),
+    "CANCELLED its client is gone": lambda desk: desk.on_disconnect(b"client", 1.0),
     "CANCELLED taken back by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
     "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda desk: desk.expire(60.0, lambda error: error),
     "UNAVAILABLE no more": lambda desk: desk.close(Unavailable("no more")),
-    "INVALID_ARGUMENT": lambda desk: desk.learn(Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)),
+    "INVALID_ARGUMENT": lambda desk: desk.on_built(Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)),
 }
 
 
@@ -160,58 +160,58 @@ ENDINGS: dict[str, Callable[[Desk], object]] = {
 def test_many_requests_end_a_few_in_each_turn(words: str) -> None:
     clients = Clients()
     ENDINGS[words](clients.desk)
-    takes_all = clients.desk.scheduler.line.count == 0
+    takes_all = clients.desk.scheduler.queue.count == 0
     turns, had = 1, len(clients.errors)
-    assert 0 < had <= MOST_ENDED
-    while clients.desk.next_event <= 60.0:
-        assert not clients.desk.idle
+    assert 0 < had <= MAX_ENDED_PER_TURN
+    while clients.desk.next_event_at <= 60.0:
+        assert not clients.desk.is_idle
         clients.turn(60.0)
-        assert len(clients.errors) <= had + MOST_ENDED
+        assert len(clients.errors) <= had + MAX_ENDED_PER_TURN
         turns, had = turns + 1, len(clients.errors)
-    assert turns == math.ceil((COUNT + 2 * takes_all) / MOST_ENDED)
+    assert turns == math.ceil((COUNT + 2 * takes_all) / MAX_ENDED_PER_TURN)
     assert sorted(clients.errors) == list(range(COUNT + 2 * takes_all))
-    assert clients.desk.failed == len(clients.errors)
+    assert clients.desk.failed_count == len(clients.errors)
     assert all(text.startswith(words) for text in clients.errors.values()), Counter(clients.errors.values())
-    assert clients.desk.idle == takes_all
+    assert clients.desk.is_idle == takes_all
 
 
 def test_a_request_that_is_being_ended_is_not_ended_again() -> None:
     clients = Clients()
-    clients.desk.vanished(b"client", 1.0)
+    clients.desk.on_disconnect(b"client", 1.0)
     assert clients.due == 0.0
     clients.desk.cancel(b"client", "same", 1.0)
-    clients.desk.vanished(b"client", 1.0)
-    clients.desk.give_up(Unavailable("stopping"))
-    while clients.desk.next_event <= 1000.0:
+    clients.desk.on_disconnect(b"client", 1.0)
+    clients.desk.fail_waiting(Unavailable("stopping"))
+    while clients.desk.next_event_at <= 1000.0:
         clients.turn(1000.0)
     texts = Counter(clients.errors.values())
     assert texts == {"CANCELLED its client is gone": COUNT, "UNAVAILABLE stopping": 2}
-    assert clients.desk.idle
+    assert clients.desk.is_idle
 
 
 def test_all_have_ended_when_the_daemon_leaves_or_their_memory_is_needed() -> None:
     clients = Clients()
-    clients.desk.vanished(b"client", 1.0)
+    clients.desk.on_disconnect(b"client", 1.0)
     clients.desk.shed(lambda each: each.client == b"client", Unavailable("full"), 1.0)
     assert set(clients.errors) == set(range(COUNT))
-    clients.desk.leave(1.0)
+    clients.desk.hand_over(1.0)
     assert set(clients.errors) == set(range(COUNT + 2))
     clients = Clients()
-    clients.desk.leave(1.0)
+    clients.desk.hand_over(1.0)
     assert set(clients.errors) == set(range(COUNT + 2))
 
 
 def test_late_requests_at_the_head_of_the_queue_take_several_turns() -> None:
     clients = Clients()
-    clients.desk.vanished(b"other", 1.0)
+    clients.desk.on_disconnect(b"other", 1.0)
     clients.errors.clear()
-    clients.desk.enlist("worker")
+    clients.desk.add_slot("worker")
     clients.due = math.inf
     clients.desk.dispatch(60.0)
     # Those that were found late have still to be refused.
-    assert clients.desk.scheduler.line.count == COUNT - MOST_ENDED
+    assert clients.desk.scheduler.queue.count == COUNT - MAX_ENDED_PER_TURN
     assert (clients.due, clients.errors) == (0.0, {})
-    while clients.desk.next_event <= 60.0:
+    while clients.desk.next_event_at <= 60.0:
         clients.turn(60.0)
     assert set(clients.errors) == set(range(COUNT))
-    assert clients.desk.idle
+    assert clients.desk.is_idle

@@ -26,48 +26,48 @@ def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> Failed:
 
 def in_step(reply: str | None = "r2") -> Lockstep:
     made = Lockstep(RANKS, reply, step=4)
-    assert made.begin(7) == 5
+    assert made.start(7) == 5
     return made
 
 
 def test_each_part_has_the_next_step() -> None:
     made = Lockstep(RANKS, "r0")
-    assert [made.begin(number) for number in (9, 4, 11)] == [1, 2, 3]
+    assert [made.start(number) for number in (9, 4, 11)] == [1, 2, 3]
     assert made.step == 3
 
 
 def test_the_reply_is_passed_on_once_all_have_run() -> None:
     made, view = in_step(), memoryview(bytearray(b"ab"))
-    assert made.done("r0", 7) is None
-    assert made.answered("r2", result(), [view]) is None
+    assert made.on_done("r0", 7) is None
+    assert made.on_result("r2", result(), [view]) is None
     view[:] = b"??"  # it is received into
-    assert made.done("r1", 7) == Answer(result(), [b"ab"])
+    assert made.on_done("r1", 7) == Answer(result(), [b"ab"])
 
 
 def test_what_has_come_last_is_passed_on_without_a_copy() -> None:
     made, view = in_step(), memoryview(b"ab")
-    made.done("r0", 7)
-    made.done("r1", 7)
-    outcome = made.answered("r2", result(), [view])
+    made.on_done("r0", 7)
+    made.on_done("r1", 7)
+    outcome = made.on_result("r2", result(), [view])
     assert isinstance(outcome, Answer)
     assert outcome.frames[0] is view
 
 
 def test_parts_of_one_job_are_told_of_each_by_itself() -> None:
     made = in_step()
-    made.begin(8)
+    made.start(8)
     for number in (7, 8):
         for rank in ("r0", "r1"):
-            assert made.done(rank, number) is None
-    assert made.answered("r2", result(7), [b"ab"]) == Answer(result(7), [b"ab"])
-    assert made.answered("r2", result(8), [b"cd"]) == Answer(result(8), [b"cd"])
+            assert made.on_done(rank, number) is None
+    assert made.on_result("r2", result(7), [b"ab"]) == Answer(result(7), [b"ab"])
+    assert made.on_result("r2", result(8), [b"cd"]) == Answer(result(8), [b"cd"])
 
 
 def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
     made = in_step(reply=None)
-    assert made.answered("r2", result(shape=(1, 2)), [b"ef"]) is None
-    assert made.answered("r0", result(shape=(2, 2)), [b"abcd"]) is None
-    assert made.answered("r1", result(shape=(0, 2)), [b""]) == Answer(result(shape=(3, 2)), [b"abcdef"])
+    assert made.on_result("r2", result(shape=(1, 2)), [b"ef"]) is None
+    assert made.on_result("r0", result(shape=(2, 2)), [b"abcd"]) is None
+    assert made.on_result("r1", result(shape=(0, 2)), [b""]) == Answer(result(shape=(3, 2)), [b"abcdef"])
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
 )
 def test_shares_that_do_not_fit_together_are_an_error_of_the_request(other: Result, words: str) -> None:
     made = in_step(reply=None)
-    made.answered("r0", result(), [b"ab"])
-    made.answered("r1", other, [b""] * len(other.description.outputs))
-    outcome = made.answered("r2", result(), [b"ab"])
+    made.on_result("r0", result(), [b"ab"])
+    made.on_result("r1", other, [b""] * len(other.description.outputs))
+    outcome = made.on_result("r2", result(), [b"ab"])
     assert isinstance(outcome, Refusal)
     assert (outcome.error.code, str(outcome.error)) == ("INTERNAL", words)
 
@@ -99,17 +99,17 @@ def test_shares_that_are_too_much_together_are_an_error_of_the_request(
     monkeypatch.setattr(limits, "MAX_FRAME_BYTES", most)
     made = in_step(reply=None)
     for rank in RANKS[:2]:
-        assert made.answered(rank, result(), [b"ab"]) is None
-    outcome = made.answered("r2", result(), [b"ab"])
+        assert made.on_result(rank, result(), [b"ab"]) is None
+    outcome = made.on_result("r2", result(), [b"ab"])
     assert isinstance(outcome, Refusal)
     assert (outcome.error.code, str(outcome.error)) == ("RESOURCE_EXHAUSTED", f"the answer has more than {most} bytes")
 
 
 def test_what_all_refuse_before_it_begins_is_an_error_of_the_request() -> None:
     made = in_step()
-    assert made.refused("r1", refusal(code="RESOURCE_EXHAUSTED")) is None
-    assert made.refused("r0", refusal()) is None
-    outcome = made.refused("r2", refusal())
+    assert made.on_failed("r1", refusal(code="RESOURCE_EXHAUSTED")) is None
+    assert made.on_failed("r0", refusal()) is None
+    outcome = made.on_failed("r2", refusal())
     assert isinstance(outcome, Refusal)
     assert (outcome.error.code, str(outcome.error)) == ("INVALID_ARGUMENT", "no")
 
@@ -119,10 +119,10 @@ Says = Callable[[Lockstep], Outcome | None]
 
 def says(process: str, report: Result | Failed | int, frames: Sequence[bytes] = (b"ab",)) -> Says:
     if isinstance(report, Result):
-        return lambda made: made.answered(process, report, frames)
+        return lambda made: made.on_result(process, report, frames)
     if isinstance(report, Failed):
-        return lambda made: made.refused(process, report)
-    return lambda made: made.done(process, report)
+        return lambda made: made.on_failed(process, report)
+    return lambda made: made.on_done(process, report)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,9 @@ def test_who_is_not_in_step_is_not_believed(reply: str | None, before: Says, las
 def test_what_all_have_told_of_is_not_under_way_any_more() -> None:
     made = in_step()
     for rank in ("r0", "r1"):
-        made.done(rank, 7)
-    made.answered("r2", result(), [b"ab"])
-    assert isinstance(made.done("r1", 7), Breach)
+        made.on_done(rank, 7)
+    made.on_result("r2", result(), [b"ab"])
+    assert isinstance(made.on_done("r1", 7), Breach)
 
 
 def test_who_replies_is_one_of_them() -> None:

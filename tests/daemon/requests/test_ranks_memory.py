@@ -36,20 +36,20 @@ class Bench:
         self.rooms: list[tuple[str, bool]] = []
         self.told: list[tuple[str, bool]] = []
         places = Places({0: Place(self.memory, 0, 8)}, {0: Place(self.memory, room, 8)})
-        self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, places=places)
+        self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
         self.desk.infer(self.request, 0.0)
 
     def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
-        self.told.append(("answer", request.running))
+        self.told.append(("answer", request.may_still_write))
 
     def refuse(self, request: Request, error: RequestError) -> None:
-        self.told.append((error.code, request.running))
+        self.told.append((error.code, request.may_still_write))
 
     def gathered(self, request: Request, nbytes: int) -> None:
         pass
 
     def released(self, request: Request) -> None:
-        self.told.append(("released", bool(request.written)))
+        self.told.append(("released", bool(request.pending_writes)))
 
     def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         pass
@@ -68,13 +68,13 @@ class Bench:
         """Another group has the request: return who has room for outputs."""
         self.rooms.clear()
         ranks = (f"{name}0", f"{name}1")
-        self.desk.enlist_ranks(name, Lockstep(ranks, None if reply is None else ranks[reply]), 0.0)
+        self.desk.add_rank_slot(name, Lockstep(ranks, None if reply is None else ranks[reply]), 0.0)
         self.desk.dispatch(0.0)
         return [*self.rooms]
 
     def result(self, process: str) -> str:
         spec = TensorSpec("y", "UINT8", (1, 8))
-        return self.desk.result(process, Result(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
+        return self.desk.on_result(process, Result(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_has_been_written_is_the_answer_once_all_have_run() -> None:
     bench = Bench()
     bench.load("a")
     assert (bench.result("a1"), bench.told) == ("", [])
-    assert bench.desk.done("a0", 1, 0.0) == ""
+    assert bench.desk.on_done("a0", 1, 0.0) == ""
     assert bench.told == [("answer", False)]
 
 
@@ -106,21 +106,21 @@ def test_what_a_lost_group_has_written_is_written_again_by_the_next() -> None:
     bench = Bench()
     bench.load("a")
     bench.result("a1")
-    bench.desk.died("a0", End(-11), 0.0)
+    bench.desk.on_exit("a0", End(-11), 0.0)
     # It has answered, so it writes no more, though it has not ended yet.
     assert bench.load("b") == [("b0", False), ("b1", True)]
 
 
 def lost(bench: Bench) -> None:
-    bench.desk.died("a0", End(-11), 0.0)
+    bench.desk.on_exit("a0", End(-11), 0.0)
 
 
 def broken(bench: Bench) -> None:
-    assert bench.desk.done("a1", 1, 0.0) != ""
+    assert bench.desk.on_done("a1", 1, 0.0) != ""
 
 
 def failed(bench: Bench) -> None:
-    assert bench.desk.job_failed("a0", Failed(1, "INTERNAL", "no", leaving=True), 0.0) != ""
+    assert bench.desk.on_batch_failed("a0", Failed(1, "INTERNAL", "no", leaving=True), 0.0) != ""
 
 
 @pytest.mark.parametrize("lose", [lost, broken, failed])
@@ -129,8 +129,8 @@ def test_while_the_one_that_had_the_room_may_still_write_the_next_has_none(lose:
     bench.load("a")
     lose(bench)
     assert bench.load("b") == [("b0", False), ("b1", False)]
-    bench.desk.died("a1", KILLED, 0.0)
-    bench.desk.died("b0", KILLED, 0.0)
+    bench.desk.on_exit("a1", KILLED, 0.0)
+    bench.desk.on_exit("b0", KILLED, 0.0)
     assert bench.load("c") == [("c0", False), ("c1", True)]
 
 
@@ -138,7 +138,7 @@ def test_who_takes_a_request_back_is_told_when_the_one_that_may_write_has_done_s
     bench = Bench()
     bench.load("a")
     bench.desk.cancel(b"c", "id", 0.0)
-    assert bench.desk.done("a0", 1, 0.0) == ""
+    assert bench.desk.on_done("a0", 1, 0.0) == ""
     assert bench.told == [("CANCELLED", True)]
     assert bench.result("a1") == ""
     assert bench.told == [("CANCELLED", True), ("released", False)]
@@ -148,12 +148,12 @@ def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:
     gone: list[int] = []
     bench = Bench()
     bench.memory = memory(gone.append)
-    bench.request.places = Places({0: Place(bench.memory, 0, 8)}, {})
+    bench.request.locations = Places({0: Place(bench.memory, 0, 8)}, {})
     bench.load("a")
-    bench.desk.vanished(b"c", 0.0)
+    bench.desk.on_disconnect(b"c", 0.0)
     del bench.memory, bench.request
     assert gone == []
     for process in ("a0", "a1"):
-        bench.desk.died(process, KILLED, 0.0)
+        bench.desk.on_exit(process, KILLED, 0.0)
     [descriptor] = gone
     os.close(descriptor)

@@ -27,9 +27,9 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.lockstep import Lockstep
-from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
+from weightd.daemon.requests.regions import NO_LOCATIONS, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
+from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
 from weightd.protocol.errors import RequestError
 from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Result, Together
 from weightd.protocol.messages.control import ModelMetadataResponse
@@ -42,8 +42,8 @@ ROOM = 4096
 """Bytes of a client's memory between any two requests."""
 
 DESCRIPTIONS = {rows: RequestDescription("m", (TensorSpec("x", "INT64", (rows, WIDTH)),)) for rows in range(1, 40)}
-PARTS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8, part_rows=4)
-ALONE = RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4)
+PARTS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=8, max_split_rows=4)
+ALONE = RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4)
 
 FACTORS, FACTOR = {1: (9,), 2: (2, 7), 3: (2, 3, 4)}, 9
 """What each rank makes of its inputs, and all of them together."""
@@ -101,7 +101,7 @@ class World(RuleBasedStateMachine):
         self.memory = Memory(1, os.memfd_create("world"), 2**40, os.close)
         os.truncate(self.memory.fileno(), self.memory.nbytes)
 
-    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), terms=st.sampled_from([WHOLE, PARTS]))
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), terms=st.sampled_from([NO_BATCHING, PARTS]))
     def begin(self, sizes: list[int], terms: RowTerms) -> None:
         self.terms = terms
         self.desk = self.new_desk()
@@ -120,16 +120,16 @@ class World(RuleBasedStateMachine):
         self.check_all_have_told()
         [y] = result.description.outputs
         assert y.shape == request.description.inputs[0].shape
-        placed = request.places.outputs[0][: y.nbytes] if result.placed else None
+        placed = request.locations.outputs[0][: y.nbytes] if result.placed else None
         self.answers[request.number] = bytes(frames[0]) if placed is None else placed
-        self.written |= {request.number} if request.running else set()
+        self.written |= {request.number} if request.may_still_write else set()
 
     def refuse(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
         if "groups of ranks were" in str(error):
-            assert max(request.deaths, request.losses) >= 2
+            assert max(request.deaths, request.lost_slots) >= 2
         self.answers[request.number] = error.code
-        self.written |= {request.number} if request.running else set()
+        self.written |= {request.number} if request.may_still_write else set()
 
     def gathered(self, request: Request, nbytes: int) -> None:
         assert request.number not in self.answers
@@ -188,7 +188,7 @@ class World(RuleBasedStateMachine):
             # No room, or where the inputs are not, or where they are.
             begin = number * ROOM
             x_there, y_there = Place(self.memory, begin, x.nbytes), Place(self.memory, begin + ROOM // 2, x.nbytes)
-            places = [NOWHERE, NOWHERE, Places({}, {0: y_there}), Places({0: x_there}, {0: x_there})][room]
+            places = [NO_LOCATIONS, NO_LOCATIONS, Places({}, {0: y_there}), Places({0: x_there}, {0: x_there})][room]
             os.pwrite(self.memory.fileno(), x.tobytes(), begin)
             frames = [] if places.inputs else [x.tobytes()]
             deadline, origin = self.now + wait, Origin(client, client)
@@ -212,7 +212,7 @@ class World(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from([b"ann", b"bob"]))
     def vanish(self, client: bytes) -> None:
-        self.desk.vanished(client, self.now)
+        self.desk.on_disconnect(client, self.now)
         for number, (request, _) in self.sent.items():
             assert number in self.answers or request.client != client or request.deadline <= self.now
 
@@ -223,7 +223,7 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         desks.expire(self.desk, self.now)
-        for process, _ in list(self.desk.overdue(self.now)):
+        for process, _ in list(self.desk.overdue_processes(self.now)):
             self.drop(process)
         self.turn()
         self.desk.dispatch(self.now)
@@ -238,7 +238,7 @@ class World(RuleBasedStateMachine):
         if len(self.groups) < 3:
             name = next(self.names)
             ranks = [Rank(f"{name}.rank{number}", 0) for number in range(size)]
-            terms = self.terms if not (joins and self.terms.merges) else ALONE
+            terms = self.terms if not (joins and self.terms.can_merge) else ALONE
             self.groups[name] = Group(name, ranks, None if joins else size - 1, terms)
             self.enlist(self.groups[name])
             self.desk.dispatch(self.now)
@@ -247,7 +247,7 @@ class World(RuleBasedStateMachine):
         names = tuple(rank.name for rank in group.ranks)
         reply = None if group.reply is None else names[group.reply]
         lockstep = Lockstep(names, reply, group.ranks[0].step)
-        self.desk.enlist_ranks(group.name, lockstep, self.now, others=[group.broker], terms=group.terms)
+        self.desk.add_rank_slot(group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms)
 
     @rule(data=st.data(), count=st.integers(1, 8))
     def compute(self, data: st.DataObject, count: int) -> None:
@@ -265,7 +265,7 @@ class World(RuleBasedStateMachine):
             return
         for rank in group.ranks:
             if rank.orders[0][0].step != rank.step + 1:
-                self.desk.broke(rank.name, "it has missed a step", self.now)
+                self.desk.on_process_failed(rank.name, "it has missed a step", self.now)
                 self.drop(rank.name)
                 return
         self.now += 0.01
@@ -326,11 +326,11 @@ class World(RuleBasedStateMachine):
     def tell(self, name: str, message: Result | Failed | Done, frames: list[memoryview]) -> str:
         match message:
             case Result():
-                return self.desk.result(name, message, frames, self.now)
+                return self.desk.on_result(name, message, frames, self.now)
             case Failed():
-                return self.desk.job_failed(name, message, self.now)
+                return self.desk.on_batch_failed(name, message, self.now)
             case Done(number):
-                return self.desk.done(name, number, self.now)
+                return self.desk.on_done(name, number, self.now)
 
     # --- what goes wrong ----------------------------------------------------------------------------------------
 
@@ -401,12 +401,12 @@ class World(RuleBasedStateMachine):
     def skip(self, data: st.DataObject) -> None:
         found = self.victim(data)
         if found is not None and found[1].orders:
-            assert self.desk.skipped(found[1].name, found[1].orders[0][0].request, self.now)
+            assert self.desk.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
             self.drop(found[1].name)
 
     def drop(self, process: str) -> None:
         """As the crew does: the seat is lost, and with one of its processes all."""
-        self.desk.release(process)
+        self.desk.release_slot(process)
         group = self.groups.get(process.partition(".")[0])
         if group is not None:
             self.kill(group)
@@ -439,7 +439,7 @@ class World(RuleBasedStateMachine):
                     for begin, _ in rooms(order):
                         self.write(begin, b"?")
                 rank.orders.clear()
-        self.desk.died(name, end, self.now)
+        self.desk.on_exit(name, end, self.now)
         self.desk.dispatch(self.now)
         self.turn()
 
@@ -448,7 +448,7 @@ class World(RuleBasedStateMachine):
         """Another daemon goes on with those groups of which all ranks come back with the same step."""
         while self.dying:
             self.exit_of(min(self.dying), By.DAEMON)
-        self.desk.leave(self.now)
+        self.desk.hand_over(self.now)
         assert self.answers.keys() == self.sent.keys()
         # Nobody of the daemon before hears that nobody writes any more: its clients are gone with it.
         for group in list(self.groups.values()):
@@ -486,13 +486,13 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk.scheduler.line.aside is not None:
+        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
             return
-        idle = [seat.terms for seat in self.desk.scheduler.seats.enlisted.values() if not seat.jobs]
-        cuts = self.desk.scheduler.line.cuts
-        for each in self.desk.scheduler.line:
+        idle = [seat.policy for seat in self.desk.scheduler.slots.accepting.values() if not seat.batches]
+        cuts = self.desk.scheduler.queue.splits
+        for each in self.desk.scheduler.queue:
             cut = cuts.get(each.number)
-            assert each.company or not idle or (cut is not None and cut.terms not in idle)
+            assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
 
     def teardown(self) -> None:
         """Whatever was asked ends."""
@@ -508,8 +508,8 @@ class World(RuleBasedStateMachine):
             self.exit_of(min(self.dying), By.DAEMON)
         self.work()
         assert self.answers.keys() == self.sent.keys()
-        assert (self.written, self.desk.writers.begun) == (set(), {})
-        assert self.desk.idle
+        assert (self.written, self.desk.output_leases.leases) == (set(), {})
+        assert self.desk.is_idle
 
     def work(self) -> None:
         for _ in range(1000):

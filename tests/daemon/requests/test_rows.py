@@ -19,13 +19,13 @@ from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows import parties as parties_module
 from weightd.daemon.requests.rows.cut import Cut
-from weightd.daemon.requests.rows.forming import LONG_S, Group, Where, rows_of_part, together
-from weightd.daemon.requests.rows.joining import Piece, joined
-from weightd.daemon.requests.rows.parties import Names, number_of
+from weightd.daemon.requests.rows.forming import MAX_BATCH_S, Group, Where, next_split_rows, form_batch
+from weightd.daemon.requests.rows.joining import Piece, join_results
+from weightd.daemon.requests.rows.parties import Names, party_number
 from weightd.daemon.requests.rows.terms import Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.protocol.errors import Internal, ResourceExhausted
 from weightd.protocol.messages.children import ChildOrder, Predict, Result, Together
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
@@ -44,14 +44,14 @@ def request(
     deadline: float = 1e9,
     level: int = 0,
     far: str = "",
-    tenant: Tenant = EVERYONE,
+    tenant: Tenant = DEFAULT_TENANT,
 ) -> Request:
     number = next(_numbers)
     asked = RequestDescription("m", (TensorSpec("x", "FP32", (rows, width)),))
     frames = [bytes(4 * rows * width)]
     origin = Origin(far, far)
     return Request(
-        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), origin, level=level, tenant=tenant
+        number, b"c", f"id{number}", asked, frames, 0.0, deadline, len(frames[0]), origin, priority_level=level, tenant=tenant
     )
 
 
@@ -65,19 +65,19 @@ def desk(max_queue: int, seats: int = 1, terms: RowTerms = ROWS, **askers: objec
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
     made = Desk("m", config, cast(Askers, SimpleNamespace(refuse=print, **askers)), order, lambda _: None)
     for number in range(seats):
-        made.enlist(f"w{number}", terms=terms)
+        made.add_slot(f"w{number}", policy=terms)
     return made, orders
 
 
 def group(first: Request, *others: Request, terms: RowTerms = ROWS, times: Times | None = None) -> Group:
-    where = Where(terms, partial((times or Times()).expected, FAST))
-    return together(first, cast(Form, terms.form(first.description)), [first, *others], where, 0.0)
+    where = Where(terms, partial((times or Times()).expected_s, FAST))
+    return form_batch(first, cast(Form, terms.batch_key(first.description)), [first, *others], where, 0.0)
 
 
 def scheduler(terms: RowTerms, *requests: Request, seats: int = 1) -> Scheduler:
     made = Scheduler(1000, 10**9, levels=2)
     for number in range(seats):
-        made.seats.enlist(f"w{number}", (f"w{number}",), device=FAST, terms=terms)
+        made.slots.add_new(f"w{number}", (f"w{number}",), device=FAST, policy=terms)
     for each in requests:
         made.submit(each, 0.0)
     return made
@@ -89,9 +89,9 @@ def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
     running = [*made.assign(0.0)]
     while running and len(seen) < count:
         seat, job = running.pop(0)
-        seen.append([(part.request.number, part.rows or job.rows) for part in job.parts.values()])
-        for number in [*job.parts]:
-            made.seats.finish(seat.name, number, 0.0)
+        seen.append([(part.request.number, part.rows or job.rows) for part in job.items.values()])
+        for number in [*job.items]:
+            made.slots.finish(seat.name, number, 0.0)
         running += made.assign(0.0)
     return seen
 
@@ -107,9 +107,9 @@ def test_what_waits_is_divided_among_the_seats_that_are_free() -> None:
 @pytest.mark.parametrize(("runs_s", "rows"), [(1.0, 4), (5.0, 7)])
 def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
     made = scheduler(ROWS, seats=2)
-    kind = cast(Form, ROWS.form(request().description)).kind
-    made.seats.times.add(FAST, kind, 1, runs_s)
-    made.seats.times.add(FAST, kind, 7, 3.0)
+    kind = cast(Form, ROWS.batch_key(request().description)).kind
+    made.slots.estimates.add(FAST, kind, 1, runs_s)
+    made.slots.estimates.add(FAST, kind, 7, 3.0)
     made.submit(request(), 0.0)
     assert len([*made.assign(0.0)]) == 1
     for _ in range(7):
@@ -121,21 +121,21 @@ def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(ru
 def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
     made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
     for seat, job in [*made.assign(0.0)]:
-        for number in [*job.parts]:
-            made.seats.finish(seat.name, number, 0.1)
+        for number in [*job.items]:
+            made.slots.finish(seat.name, number, 0.1)
     for at, sizes in ((0.2, [4]), (9.0, [2, 2])):
         for _ in range(4):
             made.submit(request(), at)
         began = [*made.assign(at)]
         assert [job.rows for _, job in began] == sizes
         for seat, job in began:
-            for number in [*job.parts]:
-                made.seats.finish(seat.name, number, at)
+            for number in [*job.items]:
+                made.slots.finish(seat.name, number, at)
 
 
 def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
     first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
-    alone.narrow(Company.ALONE)
+    alone.require_isolation(Company.ALONE)
     assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
     # Once something did not fit, the job is full: what comes later shall not overtake it.
     assert group(first, wide, two, five, one) == ([first, two], 4, True)
@@ -149,12 +149,12 @@ def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None
 
 
 def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_piece() -> None:
-    terms = replace(CUT, apart=frozenset({number_of("a")}))
+    terms = replace(CUT, apart=frozenset({party_number("a")}))
     of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
     assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
     assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
-    form = cast(Form, terms.form(request(8).description))
-    assert [terms.cuts(form, far) for far in ("a", "b")] == [False, True]
+    form = cast(Form, terms.batch_key(request(8).description))
+    assert [terms.should_split(form, far) for far in ("a", "b")] == [False, True]
     made = scheduler(terms, request(8, far="a"), request(8, far="b"))
     assert [len(job) for job in jobs(made)] == [1, 1, 1]
     # What has begun in parts goes on where they are added.
@@ -163,28 +163,28 @@ def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_
 
 def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_have_to_be_the_same() -> None:
     for terms, parties in (
-        (ROWS, (number_of("a"), number_of("b"))),
+        (ROWS, (party_number("a"), party_number("b"))),
         (replace(ROWS, is_exact=False, max_rows=2), ()),
     ):
         made, orders = desk(10, seats=0, terms=terms)
         for far in "ab" if terms.is_exact else "aa":
             made.infer(request(far=far), 0.0)
-        made.enlist("w0", terms=terms)
+        made.add_slot("w0", policy=terms)
         made.dispatch(0.0)
         assert [each for each in orders if isinstance(each, Together)] == [Together(2, 0, parties)]
-        assert [made.names.of(each) for each in parties] == ["a", "b"][: len(parties)]
+        assert [made.party_names.name_of(each) for each in parties] == ["a", "b"][: len(parties)]
 
 
 def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parties_module, "_MAX_NAMES", 2)
     names = Names()
-    numbers = [names.number(far) for far in "aabc"]
-    assert numbers == [number_of(far) for far in "aabc"]
-    assert [names.of(each) for each in numbers[1:]] == ["a tenant or user of an earlier daemon", "b", "c"]
+    numbers = [names.number_of(far) for far in "aabc"]
+    assert numbers == [party_number(far) for far in "aabc"]
+    assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of an earlier daemon", "b", "c"]
 
 
 def test_nobody_misses_a_deadline_for_company() -> None:
-    times, kind = Times(), ROWS.form(request().description)
+    times, kind = Times(), ROWS.batch_key(request().description)
     assert kind is not None
     times.add(FAST, kind.kind, 1, 0.01)
     times.add(FAST, kind.kind, 3, 0.02)
@@ -194,10 +194,10 @@ def test_nobody_misses_a_deadline_for_company() -> None:
 
 
 def test_while_another_shape_waits_a_job_takes_no_longer_than_that_is_asked_to_wait() -> None:
-    times, form = Times(), ROWS.form(request().description)
+    times, form = Times(), ROWS.batch_key(request().description)
     assert form is not None
     for rows in (1, 2, 4, 8):
-        times.add(FAST, form.kind, rows, 0.4 * LONG_S * rows)
+        times.add(FAST, form.kind, rows, 0.4 * MAX_BATCH_S * rows)
     same = [request() for _ in range(6)]
     assert group(*same, times=times).rows == 6
     assert group(same[0], request(1, 9), *same[1:], times=times).rows == 2
@@ -244,11 +244,11 @@ def test_a_higher_priority_goes_before_what_has_begun() -> None:
     assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
     made.submit(urgent, 0.0)
     made.submit(other, 0.0)
-    made.seats.finish("w0", 2**62, 0.0)
+    made.slots.finish("w0", 2**62, 0.0)
     # What is ready there runs first; nothing more of it is made ready before what is urgent.
     assert list(made.assign(0.0)) == []
     for number, runs in ((2**62 + 1, [[urgent]]), (urgent.number, [[other], [large]])):
-        made.seats.finish("w0", number, 0.0)
+        made.slots.finish("w0", number, 0.0)
         assert [job.requests for _, job in made.assign(0.0)] == runs
 
 
@@ -265,7 +265,7 @@ def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
     made.submit(other, 0.0)
     made.submit(urgent, 0.0)
     for number in first:
-        made.seats.finish("w0", number, 0.0)
+        made.slots.finish("w0", number, 0.0)
     ran = [number for job in jobs(made) for number, _ in job]
     assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
 
@@ -276,11 +276,11 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
     given = [*made.assign(0.0)]
     made.submit(other, 0.0)
     given += made.assign(0.0)
-    alone.narrow(Company.ALONE)
-    made.release("w0")
+    alone.require_isolation(Company.ALONE)
+    made.release_slot("w0")
     ran: list[list[Request]] = []
     for number in [job.number for seat, job in given if seat.name == "w1"]:
-        made.seats.finish("w1", number, 0.0)
+        made.slots.finish("w1", number, 0.0)
         ran += [job.requests for _, job in made.assign(0.0)]
     assert ran == [[alone]]
 
@@ -288,44 +288,44 @@ def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
 def test_nothing_waits_for_company_that_may_have_none_any_more() -> None:
     made = scheduler(ROWS, request())
     assert made.may_gather
-    made.seats.rate("w0", replace(ROWS, max_rows=1))
-    assert not made.seats.merging
+    made.slots.set_policy("w0", replace(ROWS, max_rows=1))
+    assert not made.slots.merging
     assert not made.may_gather
 
 
 def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
     made = scheduler(ROWS, request(), *(request() for _ in range(7)))
-    assert [job.count for _, job in made.assign(0.0)] == [8]
+    assert [job.item_count for _, job in made.assign(0.0)] == [8]
     made.submit(request(), 0.0)
     assert list(made.assign(0.0)) == []
     for _ in range(7):
         made.submit(request(), 0.0)
-    assert [job.count for _, job in made.assign(0.0)] == [8]
+    assert [job.item_count for _, job in made.assign(0.0)] == [8]
 
 
 def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
     made, large = scheduler(CUT, seats=0), request(12)
     for name, source in (("old", 1), ("new", 2)):
-        made.seats.enlist(name, (name,), terms=replace(CUT, source=source))
+        made.slots.add_new(name, (name,), policy=replace(CUT, source=source))
     made.submit(large, 0.0)
-    first = [(seat.name, next(iter(job.parts.values()))) for seat, job in made.assign(0.0)]
+    first = [(seat.name, next(iter(job.items.values()))) for seat, job in made.assign(0.0)]
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
-    made.seats.dismiss("old")
+    made.slots.retire("old")
     assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
-    assert made.seats.finish("old", first[0][1].number, 0.0) is None
+    assert made.slots.finish("old", first[0][1].number, 0.0) is None
 
 
 def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
     made, orders = desk(max_queue=4)
     made.infer(request(), 0.0)
-    assert made.next_event == AT_ONCE
+    assert made.next_event_at == AT_ONCE
     made.dispatch_gathered(0.0)
     made.infer(request(), 0.0)
     made.dispatch_gathered(0.0)
     assert orders == []
     made.dispatch_gathered(0.0)
     assert [type(each) for each in orders] == [Together, Predict, Predict]
-    assert made.next_event > AT_ONCE
+    assert made.next_event_at > AT_ONCE
     for _ in range(4):
         made.infer(request(), 0.0)
     with pytest.raises(ResourceExhausted):
@@ -354,7 +354,7 @@ def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
 
 def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> Cut:
     asked, terms = asked or request(64), replace(CUT, part_rows=part_rows, sizes=sizes)
-    form = terms.form(asked.description)
+    form = terms.batch_key(asked.description)
     assert form is not None
     return Cut(asked, terms, form)
 
@@ -363,7 +363,7 @@ def known(whole: Cut, **seconds: float) -> Times:
     """The times of devices for all rows of the request."""
     times = Times()
     for device, each in seconds.items():
-        times.add(device, whole.form.kind, whole.form.rows, each)
+        times.add(device, whole.batch_key.kind, whole.batch_key.rows, each)
     return times
 
 
@@ -384,37 +384,37 @@ def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
     times = known(whole, a=a, b=b)
     taken: list[int] = []
     while whole.is_pending:
-        rows = rows_of_part(whole, "ab"[len(taken) % 2], ["a", "b"], times, math.inf)
-        taken.append(whole.take(rows)[1])
+        rows = next_split_rows(whole, "ab"[len(taken) % 2], ["a", "b"], times, math.inf)
+        taken.append(whole.take_rows(rows)[1])
     assert taken == parts
 
 
 def test_a_part_has_one_of_the_sizes_of_the_model() -> None:
-    assert rows_of_part(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), math.inf) == 16
-    assert rows_of_part(cut(sizes=(64,)), "a", ["a", "b"], Times(), math.inf) == 64
+    assert next_split_rows(cut(sizes=(8, 16)), "a", ["a", "b"], Times(), math.inf) == 16
+    assert next_split_rows(cut(sizes=(64,)), "a", ["a", "b"], Times(), math.inf) == 64
 
 
 def test_a_part_is_short_only_while_others_wait() -> None:
     whole = cut()
-    slow = known(whole, a=4 * LONG_S)
-    assert rows_of_part(whole, "a", ["a"], slow, math.inf) == 64
-    assert rows_of_part(whole, "a", ["a"], slow, LONG_S) == 16
+    slow = known(whole, a=4 * MAX_BATCH_S)
+    assert next_split_rows(whole, "a", ["a"], slow, math.inf) == 64
+    assert next_split_rows(whole, "a", ["a"], slow, MAX_BATCH_S) == 16
 
 
 def test_one_long_job_does_not_make_parts_short_for_good() -> None:
     whole = cut()
-    times, kind = known(whole, a=2 * LONG_S), whole.form.kind
-    assert times.most("a", kind, 64, LONG_S) == 32
-    times.add("a", kind, 32, 0.5 * LONG_S)
-    assert times.most("a", kind, 32, LONG_S) == 32
+    times, kind = known(whole, a=2 * MAX_BATCH_S), whole.batch_key.kind
+    assert times.max_rows_within("a", kind, 64, MAX_BATCH_S) == 32
+    times.add("a", kind, 32, 0.5 * MAX_BATCH_S)
+    assert times.max_rows_within("a", kind, 32, MAX_BATCH_S) == 32
 
 
 def test_parts_may_be_answered_in_any_order() -> None:
     whole = cut()
-    parts = [whole.take(16) for _ in range(4)]
+    parts = [whole.take_rows(16) for _ in range(4)]
     described = ResponseDescription("m", (TensorSpec("y", "INT8", (16,)),))
     answers = [
-        whole.add(first, rows, Result(1, described), [bytes(range(first, first + rows))])
+        whole.add_result(first, rows, Result(1, described), [bytes(range(first, first + rows))])
         for first, rows in (parts[2], parts[0], parts[3], parts[1])
     ]
     assert answers[:3] == [None] * 3
@@ -425,7 +425,7 @@ def test_parts_may_be_answered_in_any_order() -> None:
 def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
     whole = cut()
     with pytest.raises(Internal, match=r"^outputs \[0\] of a part: expected frames where there was no room, got none$"):
-        whole.add(*whole.take(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), [])
+        whole.add_result(*whole.take_rows(32), Result(1, ResponseDescription("m", (TensorSpec("y", "FP32", (32, 1)),)), (0,)), [])
 
 
 @pytest.mark.parametrize(
@@ -437,9 +437,9 @@ def test_each_part_has_room_for_its_own_rows_where_nobody_has_to_read(
     begin: int, nbytes: int, rooms: list[tuple[int, int]]
 ) -> None:
     asked, memory = request(64), Memory(1, os.dup(0), 1000, os.close)
-    asked.places = Places({0: Place(memory, 0, 256)}, {0: Place(memory, begin, nbytes)})
+    asked.locations = Places({0: Place(memory, 0, 256)}, {0: Place(memory, begin, nbytes)})
     whole = cut(asked=asked)
-    outputs = [whole.contents(*whole.take(32))[1].outputs for _ in range(2)]
+    outputs = [whole.tensors_of(*whole.take_rows(32))[1].outputs for _ in range(2)]
     assert [(each.offset, each.nbytes) for some in outputs for each in some.values()] == rooms
 
 
@@ -451,16 +451,16 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
 
     made, orders = desk(4, 2, replace(CUT, max_rows=1), gathered=print, answer=answer)
     asked, memory = request(8), Memory(1, os.dup(0), 100, os.close)
-    asked.places = Places({}, {0: Place(memory, 10, 32)})
+    asked.locations = Places({}, {0: Place(memory, 10, 32)})
     made.infer(asked, 0.0)
     assert [each.regions for each in orders if isinstance(each, Predict)] == [
         MappedRegions((), (MappedOutput(0, 1, begin, 16),)) for begin in (10, 26)
     ]
     described = ResponseDescription("m", (TensorSpec("y", "FP32", (4, 1)),))
     for seat in (0, 1):
-        made.result(f"w{seat}", Result(2**62 + seat, described, (0,)), [], 1.0)
+        made.on_result(f"w{seat}", Result(2**62 + seat, described, (0,)), [], 1.0)
     whole = ResponseDescription("m", (TensorSpec("y", "FP32", (8, 1)),))
-    assert (answers, asked.running) == ([(asked, Result(asked.number, whole, (0,)), [])], False)
+    assert (answers, asked.may_still_write) == ([(asked, Result(asked.number, whole, (0,)), [])], False)
 
 
 def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> Piece:
@@ -469,7 +469,7 @@ def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -
 
 
 def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
-    description, frames = joined([piece(1, b"aa"), piece(2, b"bbcc")], "y")
+    description, frames = join_results([piece(1, b"aa"), piece(2, b"bbcc")], "y")
     assert ([each.shape for each in description.outputs], frames) == ([(3, 2), (1,)], [b"aabbcc", b"t"])
 
 
@@ -483,7 +483,7 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
 )
 def test_answers_that_do_not_fit_together_are_an_error(other: Piece, text: str) -> None:
     with pytest.raises(Internal, match=text):
-        joined([piece(1, b"aa"), other], "y")
+        join_results([piece(1, b"aa"), other], "y")
 
 
 # --- whose time it is -----------------------------------------------------------------------------------------------
@@ -493,15 +493,15 @@ def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
     small, large, whole = request(1), request(3), request(2)
     made = scheduler(ROWS, small, large)
     [(seat, job)] = [*made.assign(2.0)]
-    for number in [*job.parts]:
-        made.seats.finish(seat.name, number, 6.0)
-    accounts = [each.account for each in (small, large)]
+    for number in [*job.items]:
+        made.slots.finish(seat.name, number, 6.0)
+    accounts = [each.usage for each in (small, large)]
     assert [(each.rows, each.seat_seconds, each.waited_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
     alone = scheduler(RowTerms(), whole)
     [(seat, job)] = [*alone.assign(0.0)]
-    alone.seats.finish(seat.name, job.number, 5.0)
+    alone.slots.finish(seat.name, job.number, 5.0)
     # How many rows it has nobody knows here.
-    assert (whole.account.rows, whole.account.seat_seconds) == (0, 5.0)
+    assert (whole.usage.rows, whole.usage.seat_seconds) == (0, 5.0)
 
 
 def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None:
@@ -509,8 +509,8 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
     made = scheduler(CUT, cut)
     # The second part is ready behind the first.
     for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
-        made.seats.finish(seat.name, job.number, end)
-    assert (cut.account.rows, cut.account.seat_seconds, cut.account.waited_seconds) == (8, 4.0, 1.0)
+        made.slots.finish(seat.name, job.number, end)
+    assert (cut.usage.rows, cut.usage.seat_seconds, cut.usage.waited_seconds) == (8, 4.0, 1.0)
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
@@ -520,18 +520,18 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
 def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_begun(count: int, whose: str) -> None:
     a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
     made = Scheduler(6, 10**9)
-    made.seats.enlist("w", ("w",), device=FAST, terms=CUT)
+    made.slots.add_new("w", ("w",), device=FAST, policy=CUT)
 
     def ask(tenant: Tenant, rows: int) -> Request:
         asked = request(rows, tenant=tenant)
-        made.asks(asked, 0.0)
+        made.on_request(asked, 0.0)
         made.submit(asked, 0.0)
         return asked
 
     ask(c, 1)
     of_a = [ask(a, 12) for _ in range(count)]
     assert len(jobs(made, 2)) == 2
-    assert [*made.line.begun] == of_a
+    assert [*made.queue.splitting] == of_a
     of_b = [ask(b, 1) for _ in range(6 - count)]
     ask(c, 1)
     assert [each for each, _ in made.take_evicted()] == [{"a": of_a, "b": of_b}[whose][-1]]

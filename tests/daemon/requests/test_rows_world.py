@@ -25,7 +25,7 @@ from testkit.examples import examples
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.requests.desk import Desk
-from weightd.daemon.requests.regions import NOWHERE, Memory, Place, Places
+from weightd.daemon.requests.regions import NO_LOCATIONS, Memory, Place, Places
 from weightd.daemon.requests.request import Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.seat import Seat
@@ -108,15 +108,15 @@ class World(RuleBasedStateMachine):
         assert (y.shape, t.shape) == (request.description.inputs[0].shape, (1,))
         # As the client reads it: the first bytes of where there was room, if it is said to be there.
         placed = 0 in (result.placed or ())
-        self.answers[request.number] = request.places.outputs[0][: y.nbytes] if placed else bytes(frames[0])
-        self.written |= {request.number} if request.running else set()
+        self.answers[request.number] = request.locations.outputs[0][: y.nbytes] if placed else bytes(frames[0])
+        self.written |= {request.number} if request.may_still_write else set()
 
     def refuse(self, request: Request, error: RequestError) -> None:
         """An error."""
         assert request.number not in self.answers
         assert "part" not in str(error), "the parts are not of one model"
         self.answers[request.number] = error.code
-        self.written |= {request.number} if request.running else set()
+        self.written |= {request.number} if request.may_still_write else set()
 
     def gathered(self, request: Request, nbytes: int) -> None:
         """More is kept of a request, now and then too much."""
@@ -175,20 +175,20 @@ class World(RuleBasedStateMachine):
         assert len(worker.jobs) <= 2
         assert len({width for _, width in shapes}) == 1
         assert len(job) == 1 or total <= worker.terms.max_rows
-        assert all(rows <= PART_ROWS for rows, _ in shapes) or not worker.terms.part_rows
+        assert all(rows <= PART_ROWS for rows, _ in shapes) or not worker.terms.max_split_rows
         if worker.terms.sizes:
             assert total <= worker.padded or total > max(worker.terms.sizes)
             worker.padded = 0
         if len(job) > 1:
             assert len({*requests}) == len(job)
             assert all(request.deadline > self.now for request in requests)
-            assert worker.terms.is_exact or len({request.origin.far for request in requests}) == 1
+            assert worker.terms.is_exact or len({request.origin.party for request in requests}) == 1
             # With an input that has no rows, requests cannot share a predict.
-            assert not worker.terms.part_rows or all(each.description.inputs[1:] == () for each in job)
+            assert not worker.terms.max_split_rows or all(each.description.inputs[1:] == () for each in job)
 
     @property
     def enlisted(self) -> dict[str, Seat]:
-        return self.desk.scheduler.seats.enlisted
+        return self.desk.scheduler.slots.accepting
 
     # --- what happens -------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class World(RuleBasedStateMachine):
             # None, just as much as is needed, or more: then the rows of one part are not behind those of another.
             begin = 2 * number * ROOM
             y, t = Place(self.memory, begin, room * x.nbytes), Place(self.memory, begin + ROOM, 8 * rows)
-            places = Places({}, {0: y, 1: t}) if room else NOWHERE
+            places = Places({}, {0: y, 1: t}) if room else NO_LOCATIONS
             request = Request(number, far.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, places)
             self.sent[number] = request, x.tobytes()
             try:
@@ -230,7 +230,7 @@ class World(RuleBasedStateMachine):
         if len(self.enlisted) < 4:
             name = next(self.names)
             self.workers[name] = Worker(device, self.terms)
-            self.desk.enlist(name, device=device, terms=self.terms)
+            self.desk.add_slot(name, device=device, policy=self.terms)
             self.desk.dispatch(self.now)
 
     @rule(data=st.data(), count=st.integers(1, 5))
@@ -242,11 +242,11 @@ class World(RuleBasedStateMachine):
 
     def finish(self, name: str, how: str = "") -> None:
         worker = self.workers[name]
-        job, source = worker.jobs.popleft(), b"%08d" % worker.terms.source
+        job, source = worker.jobs.popleft(), b"%08d" % worker.terms.source_number
         self.now += DEVICES[worker.device] * sum(each.description.inputs[0].shape[0] for each in job)
         for index, each in enumerate(job):
             if how == "fail" and index == len(job) // 2:
-                self.desk.job_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", leaving=False), self.now)
+                self.desk.on_batch_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", leaving=False), self.now)
                 continue
             x = each.description.inputs[0]
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
@@ -254,7 +254,7 @@ class World(RuleBasedStateMachine):
             placed = [room.tensor for room in rooms(each) if self.write(room, contents[room.tensor])]
             result = Result(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
             rest = [content for index, content in enumerate(contents) if index not in placed]
-            self.desk.result(name, result, rest, self.now)
+            self.desk.on_result(name, result, rest, self.now)
         self.turn()
 
     def write(self, room: MappedOutput, content: Any) -> bool:
@@ -272,7 +272,7 @@ class World(RuleBasedStateMachine):
             name = data.draw(st.sampled_from([*self.workers]))
             if spoilt and self.workers[name].jobs:
                 first = self.workers[name].jobs[0].pop(0)
-                self.desk.job_failed(name, Failed(first.request, "INTERNAL", "spoilt", leaving=True), self.now)
+                self.desk.on_batch_failed(name, Failed(first.request, "INTERNAL", "spoilt", leaving=True), self.now)
                 self.desk.dispatch(self.now)
                 self.dying[name] = self.workers.pop(name)
             else:
@@ -288,7 +288,7 @@ class World(RuleBasedStateMachine):
         """A worker ends while it writes."""
         for room in worker.rooms():
             self.write(room, b"?" * room.bytes)
-        self.desk.died(name, End(-sign), self.now)
+        self.desk.on_exit(name, End(-sign), self.now)
         self.desk.dispatch(self.now)
 
     @rule(rest=st.integers(0, 4))
@@ -306,7 +306,7 @@ class World(RuleBasedStateMachine):
 
     def tick(self) -> None:
         desks.expire(self.desk, self.now)
-        for name, _ in self.desk.overdue(self.now):
+        for name, _ in self.desk.overdue_processes(self.now):
             self.dying[name] = self.workers.pop(name)
         self.turn()
         self.desk.dispatch(self.now)
@@ -315,7 +315,7 @@ class World(RuleBasedStateMachine):
         """The daemon has read all that had come."""
         desks.run_turns(self.desk, self.now)
         while self.given_up:
-            self.desk.skipped(*self.given_up.pop(), self.now)
+            self.desk.on_cancelled(*self.given_up.pop(), self.now)
 
     @rule(
         source=st.integers(1, 2),
@@ -329,7 +329,7 @@ class World(RuleBasedStateMachine):
             source, frozenset("x"), frozenset("y"), max_rows, part_rows, self.terms.sizes, self.terms.is_exact
         )
         for name in [*self.workers][: None if everywhere else 1]:
-            self.desk.dismiss(name)
+            self.desk.remove_slot(name)
         self.enlist("cpu:0")
 
     # --- what holds ---------------------------------------------------------------------------------------------
@@ -341,13 +341,13 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk.scheduler.line.aside is not None:
+        if not hasattr(self, "desk") or self.desk.scheduler.queue.next_unchecked is not None:
             return
-        idle = [seat.terms for seat in self.enlisted.values() if not seat.jobs]
-        cuts = self.desk.scheduler.line.cuts
-        for each in self.desk.scheduler.line:
+        idle = [seat.policy for seat in self.enlisted.values() if not seat.batches]
+        cuts = self.desk.scheduler.queue.splits
+        for each in self.desk.scheduler.queue:
             cut = cuts.get(each.number)
-            assert each.company or not idle or (cut is not None and cut.terms not in idle)
+            assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
 
     def teardown(self) -> None:
         """Whatever was asked ends."""
@@ -365,10 +365,10 @@ class World(RuleBasedStateMachine):
             if not busy:
                 break
         self.bury()
-        assert (self.written, self.desk.writers.begun) == (set(), {})
+        assert (self.written, self.desk.output_leases.leases) == (set(), {})
         self.who_gets_an_answer_gets_its_own()
         assert self.answers.keys() == self.sent.keys()
-        assert self.desk.idle
+        assert self.desk.is_idle
 
 
 TestWorld = World.TestCase

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from testkit.examples import examples
 from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.scheduler import AT_ONCE, Scheduler
-from weightd.daemon.requests.seat import QUICK_S
+from weightd.daemon.requests.seat import MAX_QUICK_S
 from weightd.protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 from weightd.protocol.messages.data import RequestDescription
 
@@ -30,7 +30,7 @@ def request(deadline: float = 100.0, nbytes: int = 10) -> Request:
 def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: int = 10_000) -> Scheduler:
     made = Scheduler(max_queue, max_bytes)
     for worker in workers:
-        made.seats.enlist(worker, (worker,))
+        made.slots.add_new(worker, (worker,))
     for _ in range(waiting):
         made.submit(request(), 0.0)
     return made
@@ -41,8 +41,8 @@ def assigned(made: Scheduler) -> list[tuple[str, int]]:
 
 
 def has(made: Scheduler, process: str) -> list[Request]:
-    seat = made.seats.of(process)
-    return [request for job in seat.jobs.values() for request in job.requests] if seat is not None else []
+    seat = made.slots.slot_of(process)
+    return [request for job in seat.batches.values() for request in job.requests] if seat is not None else []
 
 
 def numbers(requests: Iterable[Request]) -> list[int]:
@@ -54,23 +54,23 @@ def numbers(requests: Iterable[Request]) -> list[int]:
 
 def test_in_the_order_in_which_they_came_on_the_least_busy_worker_up_to_its_credit() -> None:
     made = scheduler("a", "b", waiting=6)
-    waiting = numbers(made.line)
+    waiting = numbers(made.queue)
     assert assigned(made) == [*zip("abab", waiting, strict=False)]
-    assert made.seats.finish("b", waiting[1], 0.0) is not None
+    assert made.slots.finish("b", waiting[1], 0.0) is not None
     assert assigned(made) == [("b", waiting[4])]
 
 
 def test_what_a_dead_worker_had_waits_again_at_the_head_unless_that_has_ended() -> None:
     made = scheduler("a", waiting=4)
-    waiting = numbers(made.line)
+    waiting = numbers(made.queue)
     assigned(made)
-    made.release("a")
-    assert numbers(made.line) == waiting
-    made.seats.enlist("a", ("a",))
+    made.release_slot("a")
+    assert numbers(made.queue) == waiting
+    made.slots.add_new("a", ("a",))
     assigned(made)
-    made.end(lambda each: each.number == waiting[0])
-    made.release("a")
-    assert numbers(made.line) == waiting[1:]
+    made.end_matching(lambda each: each.number == waiting[0])
+    made.release_slot("a")
+    assert numbers(made.queue) == waiting[1:]
 
 
 def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> None:
@@ -78,53 +78,53 @@ def test_what_is_late_is_not_begun_with_and_its_late_answer_finds_nobody() -> No
     late, later, good = (request(deadline=deadline) for deadline in (1.0, 2.0, 9.0))
     for each in (late, later, good):
         made.submit(each, 0.0)
-    assert [job.sole for _, job in made.assign(1.0)] == [later, good]
+    assert [job.single_request for _, job in made.assign(1.0)] == [later, good]
     assert [each for each, _ in made.expire(2.0)] == [late, later]
     # The worker is busy with it all the same.
-    assert made.seats.in_flight("a") == CREDIT
-    assert made.seats.finish("a", later.number, 2.0) is None
-    assert made.seats.in_flight("a") == 1
+    assert made.slots.in_flight("a") == CREDIT
+    assert made.slots.finish("a", later.number, 2.0) is None
+    assert made.slots.in_flight("a") == 1
 
 
 def test_who_computes_for_too_long_is_taken_out_at_that_moment() -> None:
     made = Scheduler(100, 10_000, 4.0)
-    made.seats.enlist("a", ("a",))
+    made.slots.add_new("a", ("a",))
     made.submit(request(), 0.0)
     [(_, number)] = assigned(made)
-    assert made.overdue(3.99) == []
-    [(seat, job)] = made.overdue(4.0)
-    assert (seat.name, job.number, made.seats.of("a"), made.idle) == ("a", number, None, True)
+    assert made.take_overdue(3.99) == []
+    [(seat, job)] = made.take_overdue(4.0)
+    assert (seat.name, job.number, made.slots.slot_of("a"), made.is_idle) == ("a", number, None, True)
 
 
 def test_who_runs_alone_has_nothing_before_it_or_behind_it() -> None:
     made, (first, lonely, last) = scheduler("a"), (request(), request(), request())
-    lonely.company = Company.ALONE
+    lonely.isolation = Company.ALONE
     for each in (first, lonely, last):
         made.submit(each, 0.0)
     for each in (first, lonely, last):
         assert assigned(made) == [("a", each.number)]
-        made.seats.finish("a", each.number, 0.0)
+        made.slots.finish("a", each.number, 0.0)
 
 
 def test_who_was_slow_or_has_computed_for_long_gets_nothing_ahead() -> None:
     made = scheduler("a", waiting=1)
     [(_, first)] = assigned(made)
     made.submit(request(), 0.0)
-    assert list(made.assign(QUICK_S)) == []
-    made.seats.finish("a", first, QUICK_S)
-    made.submit(request(), QUICK_S)
-    assert len(list(made.assign(QUICK_S))) == 1
+    assert list(made.assign(MAX_QUICK_S)) == []
+    made.slots.finish("a", first, MAX_QUICK_S)
+    made.submit(request(), MAX_QUICK_S)
+    assert len(list(made.assign(MAX_QUICK_S))) == 1
 
 
 def test_of_those_that_are_confined_one_runs_at_a_time_and_the_others_do_not_wait_for_that() -> None:
     made, (one, two, free) = scheduler("a", "b"), (request(), request(), request())
-    one.company = two.company = Company.CONFINED
+    one.isolation = two.isolation = Company.CONFINED
     for each in (one, two, free):
         made.submit(each, 0.0)
     assert assigned(made) == [("a", one.number), ("b", free.number)]
-    made.seats.finish("b", free.number, 0.0)
+    made.slots.finish("b", free.number, 0.0)
     assert assigned(made) == []
-    made.seats.finish("a", one.number, 0.0)
+    made.slots.finish("a", one.number, 0.0)
     assert assigned(made) == [("a", two.number)]
 
 
@@ -151,42 +151,42 @@ def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -
     made = scheduler("a")
     for deadline in (3.0, 5.0, 4.0):
         made.submit(request(deadline=deadline), 0.0)
-    assert made.next_event == 3.0
+    assert made.next_event_at == 3.0
     assigned(made)
     assert [str(error) for _, error in made.expire(3.0)] == ["was running at its deadline"]
-    assert made.next_event == QUICK_S  # to see whether the worker computes for long
-    assert made.overdue(QUICK_S) == []
-    assert made.next_event == 4.0
+    assert made.next_event_at == MAX_QUICK_S  # to see whether the worker computes for long
+    assert made.take_overdue(MAX_QUICK_S) == []
+    assert made.next_event_at == 4.0
     assert [str(error) for _, error in made.expire(4.0)] == ["was waiting in the queue at its deadline"]
-    assert made.next_event == 5.0
+    assert made.next_event_at == 5.0
 
 
 def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
     """The clock has stood still for 5 s. What runs may have been answered: that is read first."""
     due: list[float] = []
-    made = Scheduler(100, 10_000, predict_timeout=2.0, due_by=due.append)
-    made.seats.enlist("a", ("a",))
+    made = Scheduler(100, 10_000, predict_timeout=2.0, schedule_by=due.append)
+    made.slots.add_new("a", ("a",))
     running, ready, waiting, patient, late = (request(deadline=each) for each in (4.0, 20.0, 4.0, 20.0, 0.9))
     for each in (running, ready, waiting, patient):
         made.submit(each, 0.0)
     list(made.assign(0.0))
     made.submit(late, 0.0)
-    made.paused(5.0, 1.0)
+    made.on_suspended(5.0, 1.0)
     assert [each.deadline for each in (running, ready, waiting, patient, late)] == [1.5, 15.0, -1.0, 15.0, -4.1]
     assert min(due) == -4.1
-    assert made.overdue(1.9) == []
+    assert made.take_overdue(1.9) == []
     assert {each.number for each, _ in made.expire(1.0)} == {late.number, waiting.number}
-    assert made.seats.finish("a", running.number, 1.4) is not None
+    assert made.slots.finish("a", running.number, 1.4) is not None
     assert made.expire(1.6) == []
 
 
 def test_nothing_is_due_when_nothing_is_there() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)
-    made.seats.finish(worker, number, 0.0)
+    made.slots.finish(worker, number, 0.0)
     # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
-    assert made.expire(made.next_event) == []
-    assert made.next_event == float("inf")
+    assert made.expire(made.next_event_at) == []
+    assert made.next_event_at == float("inf")
 
 
 def retry_after(made: Scheduler, now: float) -> float | None:
@@ -198,12 +198,12 @@ def retry_after(made: Scheduler, now: float) -> float | None:
 def test_a_refusal_says_when_there_may_be_room() -> None:
     made = scheduler(max_queue=6, waiting=6)
     assert retry_after(made, 0.0) is None  # nothing is known
-    made.seats.enlist("a", ("a",))
-    made.seats.enlist("b", ("b",))
+    made.slots.add_new("a", ("a",))
+    made.slots.add_new("b", ("b",))
     assert retry_after(made, 0.0) is None
     [(worker, number), *_] = assigned(made)
-    made.seats.finish(worker, number, 5.0)
-    while made.line.count < 6:
+    made.slots.finish(worker, number, 5.0)
+    while made.queue.count < 6:
         made.submit(request(), 5.0)
     # What one took, six in the queue, two workers.
     assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
@@ -214,7 +214,7 @@ def test_a_refusal_says_when_there_may_be_room() -> None:
 def test_a_refusal_never_says_at_once() -> None:
     made = scheduler("a", max_queue=1, waiting=1)
     [(worker, number)] = assigned(made)
-    made.seats.finish(worker, number, 0.0)
+    made.slots.finish(worker, number, 0.0)
     made.submit(request(), 0.0)
     assert retry_after(made, 0.0) == 0.01
 
@@ -237,8 +237,8 @@ def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
             each = request()
             each.client, each.id = client, "x" if count < 2 else "y"
             made.submit(each, 0.0)
-    assert [(each.client, each.id) for each in made.end_of(b"me", "x")] == [(b"me", "x")] * 2
-    assert (made.end_of(b"me", "x"), len(made.end_of(b"me")), made.line.count) == ([], 3, 5)
+    assert [(each.client, each.id) for each in made.end_of_client(b"me", "x")] == [(b"me", "x")] * 2
+    assert (made.end_of_client(b"me", "x"), len(made.end_of_client(b"me")), made.queue.count) == ([], 3, 5)
 
 
 # --- against a model ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Against(RuleBasedStateMachine):
         for each in several:
             self._submit(each)
 
-    @rule(seconds=st.sampled_from([0.0, 0.1, QUICK_S, TIMEOUT_S]), several=WISHES, data=st.data())
+    @rule(seconds=st.sampled_from([0.0, 0.1, MAX_QUICK_S, TIMEOUT_S]), several=WISHES, data=st.data())
     def wait(self, seconds: float, several: list[Wish], data: st.DataObject) -> None:
         """What comes is begun with, and a worker answers or dies. In one rule: of many, a run has most switched off."""
         self.submit(several)
@@ -327,7 +327,7 @@ class Against(RuleBasedStateMachine):
         new = Request(
             self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
         )
-        new.company, aside = Company.__members__.get(wish.where.upper(), Company.ANY), wish.where == "aside"
+        new.isolation, aside = Company.__members__.get(wish.where.upper(), Company.BATCHABLE), wish.where == "aside"
         if wish.starts:
             self.assign()
             if not aside and self._starts(new):
@@ -335,9 +335,9 @@ class Against(RuleBasedStateMachine):
         over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
-                self.real.submit(new, self.now, aside=aside)
+                self.real.submit(new, self.now, needs_check=aside)
         else:
-            self.real.submit(new, self.now, aside=aside)
+            self.real.submit(new, self.now, needs_check=aside)
             (self.aside if aside else self._queue_of(new)).append(new)
             self.submitted.add(new.number)
         if wish.starts:
@@ -352,12 +352,12 @@ class Against(RuleBasedStateMachine):
         turn = self._turn()
         is_next = bool(turn) and turn[0] is new
         queue.remove(new)
-        started = self.real.start(new, self.now)
+        started = self.real.try_start(new, self.now)
         assert (started is not None) == (is_next and new.deadline > self.now and bool(self._free(new)))
         if started is None:
             return False
         seat, job = started
-        assert job.sole is new
+        assert job.single_request is new
         self._begins(seat.name, new)
         self.submitted.add(new.number)
         return True
@@ -365,7 +365,7 @@ class Against(RuleBasedStateMachine):
     @rule(rest=st.integers(0, 3))
     def set_aside(self, rest: int) -> None:
         chosen = [each for each in self.queue + self.confined if each.number % 4 == rest]
-        assert self.real.set_aside(lambda each: each.number % 4 == rest) == chosen
+        assert self.real.require_check(lambda each: each.number % 4 == rest) == chosen
         self._forget(chosen)
         self.aside += chosen
 
@@ -373,7 +373,7 @@ class Against(RuleBasedStateMachine):
     def admit(self, data: st.DataObject) -> None:
         stranger = Request(10_000, b"c", "x", RequestDescription("m", ()), (), self.now, 1e9, 0)
         each = data.draw(st.sampled_from([*self.aside, stranger]))
-        self.real.line.admit(each)
+        self.real.queue.admit(each)
         if each is not stranger:
             self.aside.remove(each)
             self._queue_of(each).append(each)
@@ -386,17 +386,17 @@ class Against(RuleBasedStateMachine):
         self.confined += moved
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running:
-            each.company = Company.CONFINED if each.client == client else each.company
+            each.isolation = Company.CONFINED if each.client == client else each.isolation
 
     @rule(worker=st.sampled_from(WORKERS))
     def enlist(self, worker: str) -> None:
-        self.real.seats.enlist(worker, (worker,))
+        self.real.slots.add_new(worker, (worker,))
         self.enlisted.add(worker)
         self.running.setdefault(worker, [])
 
     @rule(worker=st.sampled_from(WORKERS))
     def dismiss(self, worker: str) -> None:
-        self.real.seats.dismiss(worker)
+        self.real.slots.retire(worker)
         self.enlisted.discard(worker)
 
     @rule()
@@ -420,16 +420,16 @@ class Against(RuleBasedStateMachine):
         self.running[worker].append(each)
 
     def _queue_of(self, each: Request) -> list[Request]:
-        return self.confined if each.company is Company.CONFINED else self.queue
+        return self.confined if each.isolation is Company.CONFINED else self.queue
 
     def _free(self, each: Request) -> list[str]:
         """Who may be given it: if it is to be alone, who has nothing."""
         credit = [name for name in self.enlisted if self._has_credit(name)]
-        return [name for name in credit if not self.running[name] or each.company is Company.ANY]
+        return [name for name in credit if not self.running[name] or each.isolation is Company.BATCHABLE]
 
     def _turn(self) -> list[Request]:
         """The queue of whom has come first, of those that may run now."""
-        runs = any(each.company is Company.CONFINED for had in self.running.values() for each in had)
+        runs = any(each.isolation is Company.CONFINED for had in self.running.values() for each in had)
         queues = [self.queue, [] if runs else self.confined]
         return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
 
@@ -440,8 +440,8 @@ class Against(RuleBasedStateMachine):
         each = data.draw(st.sampled_from(self.running[worker]))
         runs = each is self.running[worker][0]
         self.running[worker].remove(each)
-        finished = self.real.seats.finish(worker, each.number, self.now)
-        (self.slow.add if runs and self.now - self.since[worker] >= QUICK_S else self.slow.discard)(worker)
+        finished = self.real.slots.finish(worker, each.number, self.now)
+        (self.slow.add if runs and self.now - self.since[worker] >= MAX_QUICK_S else self.slow.discard)(worker)
         if runs:
             self.since[worker] = self.now
         if each.number in self.expired:
@@ -454,7 +454,7 @@ class Against(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
     def answer_nonsense(self, worker: str, number: int) -> None:
         if number not in [each.number for each in self.running.get(worker, [])]:
-            assert self.real.seats.finish(worker, number, self.now) is None
+            assert self.real.slots.finish(worker, number, self.now) is None
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -463,7 +463,7 @@ class Against(RuleBasedStateMachine):
         had = self._remove(worker)
         assert has(self.real, worker) == had
         but = had[0] if had and ends else None
-        self.real.release(worker, but=[] if but is None else [but])
+        self.real.release_slot(worker, excluding=[] if but is None else [but])
         if but is not None:
             self.ended += numbers(self._unanswered([but]))
         self._put_back([each for each in self._unanswered(had) if each is not but])
@@ -476,10 +476,10 @@ class Against(RuleBasedStateMachine):
             if had and self.now >= since + TIMEOUT_S:
                 hung.append((worker, had[0]))
                 self._put_back(self._unanswered(self._remove(worker)[1:]))
-            elif self.now >= since + QUICK_S and len(had) > 1:
+            elif self.now >= since + MAX_QUICK_S and len(had) > 1:
                 self._put_back(had[1:])
                 self.running[worker] = had[:1]
-        assert [(seat.name, job.sole) for seat, job in self.real.overdue(self.now)] == hung
+        assert [(seat.name, job.single_request) for seat, job in self.real.take_overdue(self.now)] == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
         self.expired |= {each.number for _, each in hung}
         self.due = self._next_event
@@ -497,31 +497,31 @@ class Against(RuleBasedStateMachine):
 
     @rule(rest=st.integers(0, 3))
     def cancel(self, rest: int) -> None:
-        found = self.real.end(lambda each: each.number % 4 == rest)
+        found = self.real.end_matching(lambda each: each.number % 4 == rest)
         self._end([each for each, _ in found], lambda each: each.number % 4 == rest)
 
     @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
     def cancel_of(self, client: bytes, name: str | None) -> None:
-        found = self.real.end_of(client, name)
+        found = self.real.end_of_client(client, name)
         self._end(found, lambda each: each.client == client and name in (None, each.id))
 
     @rule(rest=st.integers(0, 3))
     def withdraw(self, rest: int) -> None:
         taken = [each for each in self.waiting if each.number % 4 == rest]
-        assert self.real.withdraw(lambda each: each.number % 4 == rest) == taken
+        assert self.real.take_matching(lambda each: each.number % 4 == rest) == taken
         self._forget(taken)
         self.ended += numbers(taken)
 
     @precondition(lambda self: len(self.waiting) == MAX_QUEUE)
     @rule()
     def give_up(self) -> None:
-        assert self.real.give_up() == self.late + self.waiting
+        assert self.real.take_all_waiting() == self.late + self.waiting
         self.ended += numbers(self.late + self.waiting)
         self.late, self.queue, self.confined, self.aside = [], [], [], []
 
     @property
     def _next_event(self) -> float:
-        return AT_ONCE if self.aside else self.real.next_event
+        return AT_ONCE if self.aside else self.real.next_event_at
 
     @property
     def waiting(self) -> list[Request]:
@@ -532,8 +532,8 @@ class Against(RuleBasedStateMachine):
             queue[:] = [each for each in queue if each not in gone]
 
     def _put_back(self, requests: list[Request]) -> None:
-        self.queue = [each for each in requests if each.company is not Company.CONFINED] + self.queue
-        self.confined = [each for each in requests if each.company is Company.CONFINED] + self.confined
+        self.queue = [each for each in requests if each.isolation is not Company.CONFINED] + self.queue
+        self.confined = [each for each in requests if each.isolation is Company.CONFINED] + self.confined
 
     def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
         """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
@@ -553,8 +553,8 @@ class Against(RuleBasedStateMachine):
 
     def _has_credit(self, worker: str) -> bool:
         load = len(self.running[worker])
-        quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + QUICK_S
-        exclusive = any(each.company is not Company.ANY for each in self.running[worker])
+        quick = worker not in self.slow and self.now < self.since.get(worker, 0.0) + MAX_QUICK_S
+        exclusive = any(each.isolation is not Company.BATCHABLE for each in self.running[worker])
         return not load or (load < CREDIT and quick and not exclusive)
 
     def _unanswered(self, had: list[Request]) -> list[Request]:
@@ -562,19 +562,19 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def the_queues_are_equal(self) -> None:
-        assert list(self.real.line) == self.waiting
-        assert self.real.line.count == len(self.waiting)
-        assert self.real.line.aside is (self.aside[0] if self.aside else None)
-        assert self.real.idle == (not self.waiting and not self.late and not any(self.running.values()))
+        assert list(self.real.queue) == self.waiting
+        assert self.real.queue.count == len(self.waiting)
+        assert self.real.queue.next_unchecked is (self.aside[0] if self.aside else None)
+        assert self.real.is_idle == (not self.waiting and not self.late and not any(self.running.values()))
 
     @invariant()
     def credit_is_kept(self) -> None:
         for worker in WORKERS:
-            assert self.real.seats.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
+            assert self.real.slots.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
 
     @invariant()
     def what_is_recalled_is_not_the_workers_any_more(self) -> None:
-        for seat, number in self.real.seats.take_recalled():
+        for seat, number in self.real.slots.take_recalled():
             assert number not in numbers(self.running.get(seat.name, []))
 
     @invariant()
@@ -582,10 +582,10 @@ class Against(RuleBasedStateMachine):
         assert self.due <= self._next_event
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running + self.late:
-            assert self.real.next_event <= each.deadline
+            assert self.real.next_event_at <= each.deadline
         for worker, had in self.running.items():
             if had:
-                assert self.real.next_event <= self.since[worker] + (QUICK_S if len(had) > 1 else TIMEOUT_S)
+                assert self.real.next_event_at <= self.since[worker] + (MAX_QUICK_S if len(had) > 1 else TIMEOUT_S)
 
     @invariant()
     def each_request_is_in_one_place(self) -> None:

@@ -23,8 +23,8 @@ from weightd.daemon.host.ends import End
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.long_jobs import ACTIVE_S, Durations
 from weightd.daemon.requests.request import Origin, Request
-from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
-from weightd.daemon.requests.shares import SEVERAL_S, Clocks
+from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
+from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, Clocks
 from weightd.daemon.requests.turns import Turns
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import RequestError
@@ -143,7 +143,7 @@ class World:
         self,
         *devices: str,
         max_queue: int = 20_000,
-        terms: RowTerms = WHOLE,
+        terms: RowTerms = NO_BATCHING,
         max_queue_bytes: int = 2**40,
         predict_timeout: float = 1000.0,
     ) -> Model:
@@ -163,13 +163,13 @@ class World:
             name, turns = f"w{next(self._numbers)}", Turns()
             self.seats[name] = Seat(made[0], "ascend:0")
             for index, each in enumerate(made):
-                each.desk.enlist_member(name, turns, index, self.now, device="ascend:0")
+                each.desk.add_shared_slot(name, turns, index, self.now, device="ascend:0")
         return made
 
-    def enlist(self, model: Model, device: str, terms: RowTerms = WHOLE) -> str:
+    def enlist(self, model: Model, device: str, terms: RowTerms = NO_BATCHING) -> str:
         name = f"w{next(self._numbers)}"
         self.seats[name] = Seat(model, device)
-        model.desk.enlist(name, device=device, terms=terms)
+        model.desk.add_slot(name, device=device, policy=terms)
         model.desk.dispatch(self.now)
         return name
 
@@ -197,12 +197,12 @@ class World:
             nbytes or rows,
             origin,
             tenant=who,
-            level=level,
+            priority_level=level,
         )
         self.asked[number], self.seconds[number], self.whose[number] = request, seconds, model
         if then is not None:
             self.again[number] = then
-        who.quota.accepts(request.nbytes)
+        who.quota.add_request(request.nbytes)
         try:
             model.desk.infer(request, self.now)
         except RequestError as error:
@@ -234,7 +234,7 @@ class World:
         self.begun += job
         self.jobs.append([*job])
         for number in job:
-            self.waited[number] = self.now - self.asked[number].arrived
+            self.waited[number] = self.now - self.asked[number].arrived_at
         seat.since, seat.ends = self.now, self.now + sum(self.seconds[number] for number in job)
         self.at(seat.ends, lambda: self.finish(name, job))
 
@@ -248,20 +248,20 @@ class World:
         if seat.jobs:
             self.begin(name, seat)
         for number in job:
-            self.whose[number].desk.result(name, Result(number, ANSWERED), (b"",), self.now)
+            self.whose[number].desk.on_result(name, Result(number, ANSWERED), (b"",), self.now)
         self.gather(seat.model)
 
     def die(self, name: str, end: End = CRASH) -> None:
         seat = self.seats.pop(name)
         for number in seat.jobs[0] if seat.jobs else ():
             self.had[self.asked[number].tenant.name] += self.now - seat.since  # type: ignore[assignment]
-        seat.model.desk.died(name, end, self.now)
+        seat.model.desk.on_exit(name, end, self.now)
         seat.model.desk.dispatch(self.now)
 
     def ended(self, request: Request, code: str) -> None:
         assert request.number not in self.answers
         self.answers[request.number] = code
-        request.tenant.quota.ends(request.nbytes, begun=request.begun)
+        request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
         again = self.again.pop(request.number, None)
         if again is not None:
             again()
@@ -269,7 +269,7 @@ class World:
     def standing(self, who: Tenant) -> tuple[int, int, int]:
         """Return how many of a tenant have not ended, how many of those never began, and the bytes of these."""
         there = [each for number, each in self.asked.items() if each.tenant is who and number not in self.answers]
-        waiting = [each.nbytes for each in there if not each.begun]
+        waiting = [each.nbytes for each in there if not each.has_started]
         return len(there), len(waiting), sum(waiting)
 
     def run(self, seconds: float) -> Mapping[str, float]:
@@ -302,9 +302,9 @@ class World:
     def conserves(self) -> bool:
         """Whether no seat idles while something waits that it could run, and is not long."""
         return all(
-            seat.jobs or not any(not each.company and each not in line.long for each in line)
+            seat.jobs or not any(not each.isolation and each not in line.long for each in line)
             for seat in self.seats.values()
-            for line in [seat.model.desk.scheduler.line]
+            for line in [seat.model.desk.scheduler.queue]
         )
 
 
@@ -316,8 +316,8 @@ def error(had: Mapping[str, float], expected: Mapping[str, float]) -> float:
 
 def counted(models: Iterable[Model]) -> bool:
     """Whether each line tells of each tenant how many of its requests wait."""
-    lines = [model.desk.scheduler.line for model in models]
-    return all(Counter(line.counts) == Counter(request.tenant for request in line) for line in lines)
+    lines = [model.desk.scheduler.queue for model in models]
+    return all(Counter(line.counts_by_tenant) == Counter(request.tenant for request in line) for line in lines)
 
 
 def always(seconds: float) -> Callable[[], float]:
@@ -406,7 +406,7 @@ def test_one_at_a_time_beside_a_thousand_takes_about_twice_as_long_as_alone() ->
         world.again[request.number] = lambda: answered(request)
 
     def answered(request: Request) -> None:
-        latencies.append(world.now - request.arrived)
+        latencies.append(world.now - request.arrived_at)
         world.at(world.now + 0.0003, ask)
 
     ask()
@@ -488,7 +488,7 @@ def test_a_weight_that_changes_counts_from_then_on() -> None:
     for each in (a, b):
         world.load(model, each, always(0.01), 20)
     world.run(5.0)
-    b.renew(TenantConfig(weight=4.0))
+    b.set_config(TenantConfig(weight=4.0))
     assert error(world.run(SHARES_FOR_S), {"a": 1.0, "b": 4.0}) < ERROR
 
 
@@ -500,7 +500,7 @@ def test_who_is_given_more_does_not_wait_for_what_it_has_had_at_the_weight_befor
     job = world.ask(model, a, 1.0)
     world.run(1.2)
     assert job.number in world.answers
-    a.renew(TenantConfig(weight=weight))
+    a.set_config(TenantConfig(weight=weight))
     first = world.ask(model, a, 1.0)
     world.run(2.0)
     assert (first.number in world.waited) == (weight == 1.0)
@@ -511,7 +511,7 @@ def test_what_ran_for_long_while_only_another_asked_waits_again_beside_that() ->
     model = world.model("cpu")
     world.ask(model, b, 1000.0)
     world.load(model, a, always(0.01), 3)
-    world.run(2 * SEVERAL_S)
+    world.run(2 * MULTI_TENANT_HOLD_S)
     world.die(next(iter(world.seats)))
     world.again.clear()
     world.ask(model, b, 0.01)
@@ -520,7 +520,7 @@ def test_what_ran_for_long_while_only_another_asked_waits_again_beside_that() ->
     world.run(2000.0)
     assert {*world.answers.values()} == {""}
     assert len(world.answers) == len(world.asked)
-    assert len(world.clocks.of("cpu")) == 0
+    assert len(world.clocks.clock_of("cpu")) == 0
 
 
 def test_what_runs_is_charged_once_though_there_are_several_tenants_again() -> None:
@@ -529,14 +529,14 @@ def test_what_runs_is_charged_once_though_there_are_several_tenants_again() -> N
     for _ in range(2):
         world.ask(model, a, 0.01)
         world.ask(model, b, 100.0)
-        world.run(2 * SEVERAL_S)
+        world.run(2 * MULTI_TENANT_HOLD_S)
         model.desk.dispatch(world.now)
-        assert not model.desk.scheduler.line.shared
+        assert not model.desk.scheduler.queue.is_multi_tenant
     world.run(200.0)
     world.ask(model, a, 0.01)
     world.run(1.0)
     assert len(world.answers) == len(world.asked)
-    assert len(world.clocks.of("cpu")) == 0
+    assert len(world.clocks.clock_of("cpu")) == 0
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -664,7 +664,7 @@ def test_once_no_other_tenant_is_active_long_requests_have_all_workers(seats: in
     world.run(0.5)
     assert sum(bool(seat.jobs) for seat in world.seats.values()) == seats - 1
     # Nothing but the clock tells that the other one is not active any more.
-    due = model.desk.next_event
+    due = model.desk.next_event_at
     assert due <= world.now + ACTIVE_S
     world.run(due - world.now)
     model.desk.dispatch(world.now)
@@ -685,7 +685,7 @@ def test_a_tenant_that_asks_now_and_then_finds_a_worker_too() -> None:
         assert world.waited[rare.number] == 0.0
     world.run(2 * ACTIVE_S)
     model.desk.dispatch(world.now)
-    assert not model.desk.scheduler.line.shared
+    assert not model.desk.scheduler.queue.is_multi_tenant
     assert all(seat.jobs for seat in world.seats.values())
 
 
@@ -733,7 +733,7 @@ def test_a_request_that_hung_is_long_for_the_next_time() -> None:
     waits = one_after_another(world, model, b, SHORT)
     world.ask(model, a, 1000.0, nbytes=LONG.nbytes)
     world.run(5.0)
-    for name, _ in list(model.desk.overdue(world.now)):
+    for name, _ in list(model.desk.overdue_processes(world.now)):
         world.seats.pop(name)
     assert len(world.seats) == 1
     world.enlist(model, "cpu")
@@ -763,7 +763,7 @@ def test_whatever_sizes_another_tenant_sends_each_is_waited_for_twice_at_most(
     world.run(0.1)
     in_flight(world, model, a, lambda: some.choice([*by_size.values()]), depth)
     world.run(8.0)
-    normal = max(world.clocks.max_job_s, 2 * SHORT.seconds) + 1e-6
+    normal = max(world.clocks.max_batch_s, 2 * SHORT.seconds) + 1e-6
     assert sum(each > normal for each in waits) <= 2 * len(by_size)
 
 
@@ -798,7 +798,7 @@ def test_weights_count_for_what_waits() -> None:
     for each in (a, b):
         for _ in range(10):
             world.ask(model, each, 1.0)
-    left = Counter(each.tenant.name for each in model.desk.scheduler.line)
+    left = Counter(each.tenant.name for each in model.desk.scheduler.queue)
     assert left == {"a": 8, "b": 2}
 
 
@@ -810,7 +810,7 @@ def test_bytes_give_way_to_bytes_or_nothing_does() -> None:
     assert world.answers == {of_a[1]: "RESOURCE_EXHAUSTED"}
     large = world.ask(model, b, 1.0, rows=8).number
     assert world.answers.keys() == {of_a[1], large}
-    assert [each.number for each in model.desk.scheduler.line] == [of_a[0], small]
+    assert [each.number for each in model.desk.scheduler.queue] == [of_a[0], small]
 
 
 # --- anything at all --------------------------------------------------------------------------------------------------
@@ -827,7 +827,7 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
 ) -> None:
     world, some = World(), random.Random(seed)
     who = [tenant(f"t{index}", some.choice([0.5, 1.0, 10.0])) for index in range(tenants)]
-    terms = ROWS if merges else WHOLE
+    terms = ROWS if merges else NO_BATCHING
     made = [
         world.model(*some.choices(["ascend:0", "ascend:1"], k=some.randrange(3)), terms=terms) for _ in range(models)
     ]
@@ -858,10 +858,10 @@ def test_each_is_answered_once_no_seat_idles_in_vain_and_who_is_gone_is_forgotte
     world.settle()
     assert world.answers.keys() == world.asked.keys()
     assert all(of_quota(each) == (0, 0, 0) for each in who)
-    assert all(model.desk.idle for model in made)
+    assert all(model.desk.is_idle for model in made)
     for model in made:
         model.desk.dispatch(world.now)
-    assert [len(world.clocks.of(device)) for device in DEVICES] == [0, 0]
+    assert [len(world.clocks.clock_of(device)) for device in DEVICES] == [0, 0]
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -889,4 +889,4 @@ def test_one_tenant_is_served_in_the_order_in_which_it_asks(events: Iterable[str
     for _ in range(2):
         world.ask(model, a, 0.05)
         world.run(20.0)
-    assert not model.desk.scheduler.line.shared
+    assert not model.desk.scheduler.queue.is_multi_tenant

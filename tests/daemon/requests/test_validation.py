@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from weightd.daemon.requests import signature
-from weightd.daemon.requests.signature import ANY_ROWS, Signature
-from weightd.daemon.requests.validation import RowBounds, check_gears, check_inputs, check_outputs, check_same
+from weightd.daemon.requests.signature import NO_ROW_LIMITS, Signature
+from weightd.daemon.requests.validation import RowBounds, check_gears, check_inputs, check_outputs, describe_difference
 from weightd.protocol.errors import InvalidArgument
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.data import RequestDescription, TensorSignature, TensorSpec
@@ -83,17 +83,17 @@ def test_a_scalar_and_one_element_are_alike_and_the_engine_receives_what_it_decl
     asked = RequestDescription("m", (replace(SCALE, shape=shape), IMAGE), ("y",))
     expected = RequestDescription("m", (replace(SCALE, shape=declared), IMAGE), ("y",))
     # Before the model is known nothing can be said, and then it can.
-    assert known.check(asked) is asked
-    known.learn(Built("", (IMAGES, size), (TensorSignature("y", "FP32", None),), (), "", 0))
+    assert known.check_request(asked) is asked
+    known.on_built(Built("", (IMAGES, size), (TensorSignature("y", "FP32", None),), (), "", 0))
     for _ in range(2):
-        assert known.check(asked) == expected
-    assert known.check(expected) is expected
+        assert known.check_request(asked) == expected
+    assert known.check_request(expected) is expected
 
 
 def test_a_shape_that_is_declared_is_not_described_again() -> None:
     known, asked = Signature(), RequestDescription("m", (IMAGE, TensorSpec("x", "FP32", (1, 1))))
-    known.learn(Built("", (IMAGES, *ANY_RANK.values()), (), (), "", 0))
-    assert known.check(asked) is asked
+    known.on_built(Built("", (IMAGES, *ANY_RANK.values()), (), (), "", 0))
+    assert known.check_request(asked) is asked
 
 
 @pytest.mark.parametrize(
@@ -118,17 +118,17 @@ def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(signature, "check_inputs", look)
     known, image = Signature(), RequestDescription("m", (IMAGE,))
-    known.check(image)
+    known.check_request(image)
     assert not looked
     for _ in range(2):
-        known.learn(Built("", (IMAGES,), (), (), "", 0))
+        known.on_built(Built("", (IMAGES,), (), (), "", 0))
         for _ in range(3):
-            known.check(image)
+            known.check_request(image)
     assert len(looked) == 2
     # However many there are, no more than a bound are remembered.
     for number in range(3000):
-        known.check(RequestDescription(f"m{number}", (IMAGE,)))
-    assert len(known._fitting) <= 1024  # pyright: ignore[reportPrivateUsage]
+        known.check_request(RequestDescription(f"m{number}", (IMAGE,)))
+    assert len(known._checked) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
 # --- what the model was converted for, and what may follow it -------------------------------------------------------
@@ -150,7 +150,7 @@ def geared(*gears: tuple[int, ...]) -> Built:
 def test_sizes_are_those_that_the_model_was_converted_for() -> None:
     def check(built: Built, *sizes: int) -> None:
         check_gears(
-            built, ANY_ROWS, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
+            built, NO_ROW_LIMITS, [TensorSpec("b", "FP32", (sizes[2],)), TensorSpec("a", "FP32", (sizes[0], 3, sizes[1]))]
         )
 
     check(geared(), 7, 8, 9)
@@ -176,29 +176,29 @@ SCALAR, UNKNOWN = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "",
     ],
 )
 def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, difference: str) -> None:
-    assert check_same(old, new) == difference
+    assert describe_difference(old, new) == difference
 
 
 def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
     built = Built("", (IMAGES,), (), (), "", 0, rows=Rows(("image",), ("y",), equal=True))
     cut = Signature(RowBounds(4, "split.max_rows"))
-    cut.learn(built)
-    cut.check(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
+    cut.on_built(built)
+    cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
     text = r"^input image: expected at most 4 rows \(split.max_rows of the model\), got 5$"
     with pytest.raises(InvalidArgument, match=text):
-        cut.check(RequestDescription("m", (replace(IMAGE, shape=(5, 8, 8)),)))
+        cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(5, 8, 8)),)))
 
 
 def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
     built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), rows=Rows(("image",), ("y",), equal=True))
     padded = Signature(RowBounds(100, "split.max_rows", (2, 8)))
-    padded.learn(built)
+    padded.on_built(built)
     for rows in (1, 2, 3, 8, 100):
-        padded.check(RequestDescription("m", (replace(IMAGE, shape=(rows, 8, 8)),)))
+        padded.check_request(RequestDescription("m", (replace(IMAGE, shape=(rows, 8, 8)),)))
     exact = Signature()
-    exact.learn(built)
+    exact.on_built(built)
     with pytest.raises(InvalidArgument, match=r"expected 2; 8, got 3$"):
-        exact.check(RequestDescription("m", (replace(IMAGE, shape=(3, 8, 8)),)))
+        exact.check_request(RequestDescription("m", (replace(IMAGE, shape=(3, 8, 8)),)))
 
 
 # --- an example -------------------------------------------------------------------------------------------------------
@@ -219,4 +219,4 @@ def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
 )
 def test_what_a_model_runs_on_is_told_where_requests_choose(shapes: Any, cases: Any, known: Any) -> None:
     inputs = tuple(TensorSignature(f"x{number}", "FP32", shape) for number, shape in enumerate(shapes))
-    assert signature.example(Built("", inputs, (), cases, "", 0)) == known
+    assert signature.example_shapes(Built("", inputs, (), cases, "", 0)) == known

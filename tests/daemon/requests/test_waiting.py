@@ -4,17 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import LEVEL_S, Levels, turn
+from weightd.daemon.requests.waiting import PRIORITY_LEVEL_S, Levels, sort_key
 from weightd.protocol.messages.data import RequestDescription
 
 
 def request(number: int, arrived: float, level: int) -> Request:
     return Request(
-        number, b"%d" % (number % 2), "x", RequestDescription("m", ()), (), arrived, 1e9, number, level=level
+        number, b"%d" % (number % 2), "x", RequestDescription("m", ()), (), arrived, 1e9, number, priority_level=level
     )
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.0, 1.0, LEVEL_S, 3 * LEVEL_S]), st.integers(0, 2)), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.0, 1.0, PRIORITY_LEVEL_S, 3 * PRIORITY_LEVEL_S]), st.integers(0, 2)), max_size=20))
 def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tuple[float, int]]) -> None:
     queue, now = Levels(3), 0.0
     requests: list[Request] = []
@@ -23,11 +23,11 @@ def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tup
         requests.append(request(number, now, level))
         queue.append(requests[-1])
     assert (queue.count, queue.nbytes) == (len(requests), sum(each.nbytes for each in requests))
-    assert [*queue] == sorted(requests, key=turn)
+    assert [*queue] == sorted(requests, key=sort_key)
     mine = [each for each in requests if each.client == b"1"]
-    assert sorted(queue.withdraw_of(b"1"), key=turn) == sorted(mine, key=turn)
+    assert sorted(queue.take_of_client(b"1"), key=sort_key) == sorted(mine, key=sort_key)
     others = [queue.take() for _ in range(queue.count)]
-    assert others == sorted((each for each in requests if each not in mine), key=turn)
+    assert others == sorted((each for each in requests if each not in mine), key=sort_key)
     queue.put_back(others)
     assert [*queue] == others
 
@@ -35,7 +35,7 @@ def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tup
 def test_a_request_of_a_lower_level_waits_so_long_and_no_longer() -> None:
     queue = Levels(2)
     low = request(0, 0.0, 1)
-    high = [request(number, LEVEL_S * number / 4, 0) for number in range(1, 9)]
+    high = [request(number, PRIORITY_LEVEL_S * number / 4, 0) for number in range(1, 9)]
     for each in (*high, low):
         queue.append(each)
     # What came at the same moment in which the level is made up for was first.

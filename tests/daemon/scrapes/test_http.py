@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightd.daemon.scrapes.http import MAX_HEAD_BYTES, Head, answer, refusal
+from weightd.daemon.scrapes.http import MAX_HEAD_BYTES, Head, build_response, error_response
 
 
 def head(content: bytes) -> Head:
@@ -15,7 +15,7 @@ def head(content: bytes) -> Head:
 
 def status(content: bytes, *, is_loopback: bool = True) -> int:
     """What it is answered with; 200: with the metrics."""
-    refused = refusal(head(content), is_loopback=is_loopback)
+    refused = error_response(head(content), is_loopback=is_loopback)
     return int(refused.split(b" ", 2)[1]) if refused else 200
 
 
@@ -78,7 +78,7 @@ def test_in_how_many_pieces_it_comes_makes_no_difference(rest: bytes, data: st.D
     while not (whole := made.feed(content[at : (end := at + data.draw(st.integers(1, 7)))])) and end < len(content):
         at = end
     assert whole
-    assert refusal(made, is_loopback=True) == b""
+    assert error_response(made, is_loopback=True) == b""
 
 
 @given(st.binary(max_size=200))
@@ -87,7 +87,7 @@ def test_whatever_comes_has_an_answer(content: bytes) -> None:
 
 
 def test_an_answer_says_how_long_it_is_and_that_it_is_the_last() -> None:
-    assert answer(405, b"expected GET\n", ["Allow: GET"]).split(b"\r\n") == [
+    assert build_response(405, b"expected GET\n", ["Allow: GET"]).split(b"\r\n") == [
         b"HTTP/1.1 405 Method Not Allowed",
         b"Content-Type: text/plain; charset=utf-8",
         b"Content-Length: 13",

@@ -42,14 +42,14 @@ def response(uptime: float) -> MetricsResponse:
 def test_all_who_want_it_at_a_time_are_given_the_same_text() -> None:
     desk, given = Desk(), list[bytes]()
     for _ in range(3):
-        desk.page.want(given.append)
+        desk.page.request_text(given.append)
     assert (desk.told, given) == (1, [])
     desk.turns()
     assert given == 3 * [exposition(response(1)).encode()]
-    desk.page.want(given.append)
+    desk.page.request_text(given.append)
     assert (desk.told, len(given)) == (1, 4)
     desk.now += MAX_AGE_S
-    desk.page.want(given.append)
+    desk.page.request_text(given.append)
     assert desk.turns() > 0
     assert (desk.told, given[-1]) == (2, exposition(response(2)).encode())
 
@@ -59,7 +59,7 @@ def test_what_takes_the_loop_long_is_told_the_more_seldom() -> None:
     desk.takes = 0.1
     for count, seconds in ((1, 0.0), (1, 9.0), (2, 2.0)):
         desk.now += seconds
-        desk.page.want(given.append)
+        desk.page.request_text(given.append)
         desk.turns()
         assert desk.told == count
     assert len(given) == 3
@@ -69,7 +69,7 @@ def test_others_have_their_turn_while_it_is_made(monkeypatch: pytest.MonkeyPatch
     # This text has few pieces: one each turn.
     monkeypatch.setattr(page, "_PIECES", 1)
     desk, given = Desk(), list[bytes]()
-    desk.page.want(given.append)
+    desk.page.request_text(given.append)
     desk.soon.pop(0)()
     assert given == []
     assert desk.turns() > 2

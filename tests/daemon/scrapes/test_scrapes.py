@@ -15,7 +15,7 @@ from weightd.daemon.host.listening import listen_on, is_loopback_listener
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.scrapes.http import MAX_HEAD_BYTES
 from weightd.daemon.scrapes.page import Page
-from weightd.daemon.scrapes.scrapes import MOST_CONNECTIONS, MOST_S, Scrapes
+from weightd.daemon.scrapes.scrapes import MAX_CONNECTIONS, TIMEOUT_S, Scrapes
 from weightd.protocol.messages.metrics import MetricsResponse, ReloadCounts
 from weightd.shared.peers import UNKNOWN, Peer, Peers
 
@@ -110,7 +110,7 @@ def test_a_connection_that_its_client_has_ended_is_closed(world: World, monkeypa
 
 
 def test_however_many_ask_the_text_is_made_once(world: World) -> None:
-    peers = [world.peer(GET) for _ in range(MOST_CONNECTIONS)]
+    peers = [world.peer(GET) for _ in range(MAX_CONNECTIONS)]
     answers = {world.answer(peer) for peer in peers}
     assert (len(answers), world.told) == (1, 1)
 
@@ -147,7 +147,7 @@ def test_an_endless_head_is_not_kept(world: World) -> None:
 
 def test_who_is_slow_or_silent_goes_after_a_while(world: World) -> None:
     silent, slow = world.peer(), world.peer(b"GET /met")
-    world.passes(MOST_S - 1.0)
+    world.passes(TIMEOUT_S - 1.0)
     slow.sendall(b"rics HTTP/1.1\r\n")
     world.loop.run_once(LIMIT_S)
     late = world.peer()
@@ -156,8 +156,8 @@ def test_who_is_slow_or_silent_goes_after_a_while(world: World) -> None:
     assert not is_open(silent)
     assert not is_open(slow)
     assert len(world.scrapes) == 1
-    assert world.scrapes.timer.due == world.now + MOST_S - 1.0
-    world.passes(MOST_S)
+    assert world.scrapes.timer.due == world.now + TIMEOUT_S - 1.0
+    world.passes(TIMEOUT_S)
     assert not is_open(late)
 
 
@@ -170,15 +170,15 @@ def test_requests_after_the_first_are_not_answered(world: World) -> None:
 
 def test_a_thousand_that_say_nothing_keep_no_scrape_from_its_answer(world: World) -> None:
     silent = [world.peer() for _ in range(200)]
-    assert len(world.scrapes) == MOST_CONNECTIONS
-    assert sum(map(is_open, silent)) == MOST_CONNECTIONS
+    assert len(world.scrapes) == MAX_CONNECTIONS
+    assert sum(map(is_open, silent)) == MAX_CONNECTIONS
     assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
 
 
 def test_who_is_being_answered_does_not_give_way_to_those_who_say_nothing(tmp_path: Path) -> None:
     world = World(tmp_path / "m.sock", version="x" * 2_000_000)
     reader = world.peer(GET)
-    silent = [world.peer() for _ in range(MOST_CONNECTIONS + 1)]
+    silent = [world.peer() for _ in range(MAX_CONNECTIONS + 1)]
     assert not is_open(silent[0])
     assert len(world.answer(reader)) > 2_000_000
     world.close()
@@ -228,16 +228,16 @@ def test_a_user_with_many_connections_has_its_own_hung_up(world: World, monkeypa
     monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("modest"))
     slow = world.peer(b"GET /metrics")
     monkeypatch.setattr(Peers, "of", lambda self, connection: Peer("greedy"))
-    greedy = [world.peer(b"GET") for _ in range(MOST_CONNECTIONS + 3)]
+    greedy = [world.peer(b"GET") for _ in range(MAX_CONNECTIONS + 3)]
     assert [each.recv(1) for each in greedy[:4]] == 4 * [b""]
-    assert len(world.scrapes) == MOST_CONNECTIONS
+    assert len(world.scrapes) == MAX_CONNECTIONS
     slow.send(GET[len(b"GET /metrics") :])
     assert world.answer(slow).startswith(b"HTTP/1.1 200 ")
 
 
 def test_those_that_have_gone_do_not_count(world: World) -> None:
     silent = world.peer()
-    for _ in range(MOST_CONNECTIONS + 1):
+    for _ in range(MAX_CONNECTIONS + 1):
         assert world.answer(world.peer(GET)).startswith(b"HTTP/1.1 200 ")
     assert len(world.scrapes) == 1
     silent.send(GET)

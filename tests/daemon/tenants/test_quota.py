@@ -26,8 +26,8 @@ def busy() -> Quota:
     """One runs, one waits."""
     quota = Quota()
     for _ in range(2):
-        quota.accepts(100)
-    quota.begins(100)
+        quota.add_request(100)
+    quota.start_request(100)
     return quota
 
 
@@ -37,29 +37,29 @@ def busy() -> Quota:
 )
 def test_what_is_at_its_bound_gets_no_more_and_is_told_which(bound: str, most: int, enough: int) -> None:
     with pytest.raises(QuotaExceeded, match=rf"{bound} of this tenant is {most}\b") as told:
-        busy().check(bounded(bound, most), asked((3,), (8, 2)), 51)
+        busy().check_request(bounded(bound, most), asked((3,), (8, 2)), 51)
     assert told.value.quota == bound
     # Fewer rows are a matter of the request, not of time.
     assert (told.value.retry_after is None) == (bound == "max_rows")
-    busy().check(bounded(bound, enough), asked((3,), (8, 2)), 51)
-    busy().check(TenantConfig(), asked((3,), (8, 2)), 51)
+    busy().check_request(bounded(bound, enough), asked((3,), (8, 2)), 51)
+    busy().check_request(TenantConfig(), asked((3,), (8, 2)), 51)
 
 
 def test_one_that_waits_alone_may_have_more_bytes() -> None:
-    Quota().check(TenantConfig(max_queue_bytes=1), asked(()), 2**40)
+    Quota().check_request(TenantConfig(max_queue_bytes=1), asked(()), 2**40)
 
 
 def test_what_has_ended_counts_no_more_begun_or_not() -> None:
     quota = busy()
-    quota.ends(100, begun=True)
+    quota.end_request(100, has_started=True)
     assert (quota.in_flight, quota.waiting, quota.waiting_bytes) == (1, 1, 100)
-    quota.ends(100, begun=False)
+    quota.end_request(100, has_started=False)
     assert (quota.in_flight, quota.waiting, quota.waiting_bytes) == (0, 0, 0)
 
 
 def too_soon(quota: Quota, config: TenantConfig, now: float) -> QuotaExceeded | None:
     try:
-        quota.speaks(config, now)
+        quota.count_message(config, now)
     except QuotaExceeded as error:
         return error
     return None
@@ -83,7 +83,7 @@ def test_in_no_stretch_of_time_are_there_more_messages_than_the_rate_and_a_secon
             assert 0 < refused.retry_after <= 1 / rate + 1e-9
             # Who waits as long is heard.
             now += refused.retry_after + 1e-6
-            quota.speaks(config, now)
+            quota.count_message(config, now)
         passed.append(now)
     for first, start in enumerate(passed):
         for last, end in enumerate(passed[first:], first):
@@ -92,7 +92,7 @@ def test_in_no_stretch_of_time_are_there_more_messages_than_the_rate_and_a_secon
 
 def test_a_rate_that_a_reload_raises_counts_from_then_on() -> None:
     quota, slow, fast = Quota(), TenantConfig(max_rate=1.0), TenantConfig(max_rate=10.0)
-    quota.speaks(slow, 0.0)
+    quota.count_message(slow, 0.0)
     refused = too_soon(quota, slow, 0.25)
     assert refused is not None
     assert refused.retry_after == pytest.approx(0.75)
@@ -102,12 +102,12 @@ def test_a_rate_that_a_reload_raises_counts_from_then_on() -> None:
 def test_who_is_not_bounded_may_say_what_he_wants() -> None:
     quota = Quota()
     for _ in range(1000):
-        quota.speaks(TenantConfig(), 0.0)
+        quota.count_message(TenantConfig(), 0.0)
 
 
 def test_a_connection_too_many_counts_until_it_has_gone() -> None:
     quota, config = Quota(), TenantConfig(max_connections=1)
-    quota.connects(config)
+    quota.add_connection(config)
     with pytest.raises(QuotaExceeded, match="max_connections of this tenant is 1: this connection ends"):
-        quota.connects(config)
+        quota.add_connection(config)
     assert quota.connections == 2

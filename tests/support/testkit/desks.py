@@ -9,13 +9,13 @@ from weightd.daemon.requests.scheduler import AT_ONCE
 def expire(desk: Desk, now: float) -> None:
     """End every request whose deadline has passed. The desk ends only some of them in each turn of the loop."""
     desk.expire(now, lambda error: error)
-    while desk.has_to_refuse or desk.scheduler.deadlines.earliest <= now:
+    while desk.has_pending_failures or desk.scheduler.deadlines.next_deadline <= now:
         desk.expire(now, lambda error: error)
 
 
 def run_turns(desk: Desk, now: float) -> None:
     """Do what the desk has to do at once, as if no other message had come."""
-    while desk.next_event == AT_ONCE:
+    while desk.next_event_at == AT_ONCE:
         desk.expire(now, lambda error: error)
-        desk.guard.look(now)
+        desk.fault_isolator.continue_fingerprint(now)
         desk.dispatch_gathered(now)

@@ -47,7 +47,7 @@ class Access:
         """
         self.remove_connection(connection)
         identity = connection.identity
-        tenant = self.tenants.of(identity.proof)
+        tenant = self.tenants.tenant_of(identity.proof)
         allowed_tenants = self.listener_tenants.get(identity.listener, ())
         connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
         if tenant is None:
@@ -56,10 +56,10 @@ class Access:
             connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant, connection.origin = tenant, identity.origin
-            if self.tenants.tells_apart:
-                connection.origin = Origin(identity.origin.near, f"tenant {tenant.name}", is_tenant=True)
+            if self.tenants.has_tenants:
+                connection.origin = Origin(identity.origin.peer, f"tenant {tenant.name}", is_tenant=True)
             try:
-                tenant.quota.connects(tenant.config)
+                tenant.quota.add_connection(tenant.config)
             except QuotaExceeded as error:
                 return error
         return None
@@ -69,8 +69,8 @@ class Access:
 
         All users of this host that belong to no tenant are one owner.
         """
-        has_no_tenant = identity.proof.uid is not None and self.tenants.of(identity.proof) is None
-        return NO_TENANT if has_no_tenant else identity.origin.far
+        has_no_tenant = identity.proof.uid is not None and self.tenants.tenant_of(identity.proof) is None
+        return NO_TENANT if has_no_tenant else identity.origin.party
 
     def remove_connection(self, connection: Connection) -> None:
         """A client has gone, or is about to be somebody else."""
@@ -81,7 +81,7 @@ class Access:
         """Return on whose account a request of a client for a tenant goes."""
         if tenant is connection.tenant:
             return connection.origin
-        near = f"{connection.identity.origin.near} for tenant {tenant.name}"
+        near = f"{connection.identity.origin.peer} for tenant {tenant.name}"
         return Origin(near, f"tenant {tenant.name}", is_tenant=True)
 
     def resolve_tenant(self, connection: Connection, name: str | None) -> Tenant:
@@ -96,7 +96,7 @@ class Access:
         if name is None:
             return own_tenant
         named_tenant = self.tenants.get(name)
-        if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.acts_for(name)):
+        if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.can_act_for(name)):
             # The same for those that there are: names are nobody else's business.
             raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
         return named_tenant
@@ -110,9 +110,9 @@ class Access:
             RequestError: it may not name that.
         """
         account = self.resolve_tenant(connection, name)
-        if name is None and connection.identity.proof.operates:
-            return Viewer(self.tenants.operators, sees_all=True)
-        return Viewer(account, account.may(STATUS))
+        if name is None and connection.identity.proof.is_operator:
+            return Viewer(self.tenants.operators, can_see_all=True)
+        return Viewer(account, account.has_right(STATUS))
 
     def check_status(self, connection: Connection, subject: str) -> None:
         """See to it that who asks for what concerns others may see it.
@@ -132,11 +132,11 @@ class Access:
         """
         tenant, identity = connection.tenant, connection.identity
         # A gate's word is not enough: strangers speak to it.
-        if not (identity.proof.operates or (identity.is_near and tenant is not None and tenant.may(OPERATE))):
+        if not (identity.proof.is_operator or (identity.is_near and tenant is not None and tenant.has_right(OPERATE))):
             raise PermissionDenied(
                 f'only a tenant that may "operate", the user that weightd runs as, and root, may {action}, and only on '
                 "the daemon's unix socket"
-                if self.tenants.tells_apart
+                if self.tenants.has_tenants
                 else f"only the user that weightd runs as, and root, may {action}, and only on the daemon's unix socket"
             )
 
@@ -148,7 +148,7 @@ class Access:
         """
         self.check_operator(connection, "reload the configuration")
         tenant = connection.tenant
-        if tenant is None or connection.identity.proof.operates or ALL_MODELS in tenant.config.models:
+        if tenant is None or connection.identity.proof.is_operator or ALL_MODELS in tenant.config.models:
             return
         raise PermissionDenied(
             f"tenant {tenant.name} may not reload the configuration, which concerns every model: "
@@ -158,7 +158,7 @@ class Access:
     def file_grant(self, connection: Connection) -> Grant:
         """Return the right by which a client names files that the daemon is to read."""
         proof, tenant = connection.identity.proof, connection.tenant
-        if proof.operates:
+        if proof.is_operator:
             return OPERATOR
         uid = _OVERFLOW_UID if proof.uid is None else proof.uid
         return Grant(uid, proof.gids, () if tenant is None else tenant.config.model_directories)
@@ -181,10 +181,10 @@ class Access:
             account = own
             if request.tenant is not previous_tenants.get(request.client):
                 named = self.tenants.get(request.tenant.name)
-                if named is None or not own.acts_for(named.name):
+                if named is None or not own.can_act_for(named.name):
                     return True
                 account = named
-            return not (account.may(INFER) and account.sees(request.description.model_name))
+            return not (account.has_right(INFER) and account.can_see(request.description.model_name))
 
         return may_not
 
@@ -195,7 +195,7 @@ def check_infer(tenant: Tenant) -> None:
     Raises:
         PermissionDenied: they may not.
     """
-    if not tenant.may(INFER):
+    if not tenant.has_right(INFER):
         raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
 
 
@@ -203,6 +203,6 @@ def _unknown_client_text(identity: Identity) -> str:
     proof = identity.proof
     if proof.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
-    client = f"key {proof.key}" if proof.key else identity.origin.far
+    client = f"key {proof.key}" if proof.key else identity.origin.party
     remedy = "its public key to `keys`" if proof.uid is None else "its user to `uids`, or a group of it to `groups`,"
     return f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have [tenants.default]"

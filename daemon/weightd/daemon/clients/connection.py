@@ -37,14 +37,14 @@ class Identity(NamedTuple):
     @property
     def audit_name(self) -> str:
         """Who it is for the audit log: by its key, its user or its host."""
-        return f"key {self.proof.key}" if self.proof.key else self.origin.far
+        return f"key {self.proof.key}" if self.proof.key else self.origin.party
 
 
 def unix_identity(connection: socket.socket) -> Identity:
     """Return who has connected to a unix socket."""
     pid, uid, gid = peer_credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
-    proof = Proof(uid, (gid, *peer_groups(connection)), operates=is_operator(uid))
+    proof = Proof(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
     return Identity(_client_origin(user_account(uid), pid, connection), is_near=True, proof=proof)
 
 
@@ -116,7 +116,7 @@ class Connection:
         self.stream = stream
         self.identity = identity
         self.since = since
-        self.owner = owner or identity.origin.far
+        self.owner = owner or identity.origin.party
         self.tenant: Tenant | None = None
         self.refusal: RequestError = Unauthenticated("nobody knows who this is")
         self.origin = identity.origin
@@ -142,7 +142,7 @@ class Connection:
     @property
     def user(self) -> str:
         """On whose account it goes."""
-        return self.origin.far
+        return self.origin.party
 
     def shut_down(self) -> None:
         """End it: what it has been told already it can still read."""

@@ -148,7 +148,7 @@ class Connections:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
         identity = unix_identity(connection)
         limit_account = self._callbacks.limit_account_of(identity)
-        reason = None if identity.proof.operates else self._admission.refusal_reason(limit_account, clock.now())
+        reason = None if identity.proof.is_operator else self._admission.refusal_reason(limit_account, clock.now())
         if reason is None:
             self.adopt(connection, identity)
             return True
@@ -158,7 +158,7 @@ class Connections:
                 connection.setblocking(False)
                 connection.send(_refusal_message(reason))
         self._unread_connections.shut_down(limit_account, connection, lambda: None)
-        self.log.log(_log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.far, reason)
+        self.log.log(_log, logging.WARNING, limit_account, "new connection of %s refused: %s", identity.origin.party, reason)
         return False
 
     def adopt(self, connection: socket.socket, identity: Identity) -> None:
@@ -188,7 +188,7 @@ class Connections:
         """End a connection; what its client has asked ends with it, in a moment."""
         if not connection.leaving:
             self._discard_pending(connection)
-            near = connection.origin.near
+            near = connection.origin.peer
             self.log.log(_log, logging.WARNING, connection.user, "a connection of %s is hung up: %s", near, reason)
             connection.shut_down()
             self._connection_limiter.remove_connection(connection)
@@ -413,7 +413,7 @@ class Connections:
         if not connection.drops:
             connection.drops = True
             text = "%s does not read: %d MiB wait for it, further answers are dropped"
-            args = connection.origin.near, connection.unread // 2**20
+            args = connection.origin.peer, connection.unread // 2**20
             self.log.log(_log, logging.WARNING, connection.user, text, *args)
         return False
 

@@ -25,10 +25,10 @@ from weightd.daemon.host.clientlog import ClientLog
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.models.fleet import Fleet
 from weightd.daemon.models.model import Model
-from weightd.daemon.requests.regions import NOWHERE
+from weightd.daemon.requests.regions import NO_LOCATIONS
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.signature import Waiter
-from weightd.daemon.tenants.accounts import ELSEWHERE, QuotaExceeded
+from weightd.daemon.tenants.accounts import OTHER_MODELS, QuotaExceeded
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits, preview
 from weightd.protocol.codec import Decoder, clip, encode, heading, max_request_items
@@ -212,7 +212,7 @@ class Frontend:
 
     def _is_model_hidden(self, model: str, client: bytes) -> bool:
         connection = self._connections.get(client)
-        return connection is None or connection.tenant is None or not self._authorizer.resolve_viewer(connection).tenant.sees(model)
+        return connection is None or connection.tenant is None or not self._authorizer.resolve_viewer(connection).tenant.can_see(model)
 
     def close(self) -> None:
         """Let all clients go."""
@@ -222,43 +222,43 @@ class Frontend:
         """Keep small messages to clients back until the end of this turn: several are to come at once."""
         self._connections.cork()
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer."""
-        request.account.answers(sum(map(len, frames)))
+        request.usage.count_served(sum(map(len, frames)))
         self._on_request_end(request)
         self._send(
             request.client,
-            InferResponse(request.id, result.description, result.placed, request.running or None),
+            InferResponse(request.id, result.description, result.placed, request.may_still_write or None),
             frames,
         )
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         """Send an error in the place of an answer."""
-        request.account.fails(error)
+        request.usage.count_failed(error)
         self._on_request_end(request)
-        self.tell_error(request.client, request.id, error, may_still_write=request.running)
+        self.reply_error(request.client, request.id, error, may_still_write=request.may_still_write)
 
     def _on_request_end(self, request: Request) -> None:
-        request.tenant.quota.ends(request.nbytes, begun=request.begun)
+        request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
         connection = self._connections.get(request.client)
         if connection is not None:
             connection.requests -= 1
-        self.memory_budget.release(request.client, request.kept_bytes)
+        self.memory_budget.release(request.client, request.buffered_bytes)
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """Keep so much more of a request.
 
         Raises:
             ResourceExhausted: there is no room for it.
         """
         self._reserve_memory(request.client, nbytes)
-        request.gathered += nbytes
+        request.partial_result_bytes += nbytes
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         """Tell a client that nobody writes any more where the outputs of its request were to be."""
         self._send(request.client, Released(request.id))
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata."""
         self._send(client, metadata)
 
@@ -296,9 +296,9 @@ class Frontend:
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Tell the client that an update or a reload has failed, which was begun for it."""
         self._on_operation_end(client, request_id, error)
-        self.tell_error(client, request_id, error)
+        self.reply_error(client, request_id, error)
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError, *, may_still_write: bool = False) -> None:
         """Send an error."""
         retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
         self._send(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
@@ -316,22 +316,22 @@ class Frontend:
             self._reject_message(connection, frames, connection.refusal)
             return
         try:
-            tenant.quota.speaks(tenant.config, now)
+            tenant.quota.count_message(tenant.config, now)
         except QuotaExceeded as error:
-            self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
+            self._accounts.usage_of(tenant.name, OTHER_MODELS).count_refused(error)
             self._reject_message(connection, frames, error)
             return
         try:
             if len(frames) < len(lengths):
-                self.tell_error(connection.key, heading(frames).id, _too_long_error(received, self.memory_budget.max_bytes))
+                self.reply_error(connection.key, heading(frames).id, _too_long_error(received, self.memory_budget.max_bytes))
                 return
             message = self._decoder.decode(frames, tenant)
         except RemoteProtocolError as error:
-            self.tell_error(connection.key, error.request_id, InvalidArgument(str(error)))
+            self.reply_error(connection.key, error.request_id, InvalidArgument(str(error)))
             return
         except RequestError as error:
-            self._accounts.of(tenant.name, ELSEWHERE).refuses(error)
-            self.tell_error(connection.key, heading(frames).id, error)
+            self._accounts.usage_of(tenant.name, OTHER_MODELS).count_refused(error)
+            self.reply_error(connection.key, heading(frames).id, error)
             return
         try:
             self._handlers[message.__class__](connection, message, frames, now)
@@ -339,13 +339,13 @@ class Frontend:
             self._count_rejection(connection, tenant, message, error)
             if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
                 self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
-            self.tell_error(connection.key, message.id, error)
+            self.reply_error(connection.key, message.id, error)
 
     def _reject_message(self, connection: Connection, frames: Sequence[Any], error: RequestError) -> None:
         """Refuse a message that is not heard, whatever it asks. It is not decoded."""
         head = heading(frames)
         if head.type not in MESSAGES_WITHOUT_REPLY:
-            self.tell_error(connection.key, head.id, error)
+            self.reply_error(connection.key, head.id, error)
 
     def _max_description_items(self, tenant: Tenant, leading_fields: Mapping[str, Any]) -> int | None:
         """Return how many items a long description may have by the signature of its model, None while that is unknown.
@@ -357,7 +357,7 @@ class Frontend:
         if type(name) is not str:
             text = f"expected model_name first in more than {preview.SHORT_BYTES} bytes, before lists and maps"
             raise InvalidArgument(f"infer: description: {text}")
-        if tenant.config.acts_for and not (name in self._model_registry.models and tenant.sees(name)):
+        if tenant.config.acts_for and not (name in self._model_registry.models and tenant.can_see(name)):
             # It may exist for the tenant that the message names.
             return None
         signature = self._find_model(name, tenant).dispatcher.signature.built
@@ -369,14 +369,14 @@ class Frontend:
         client, description, parameters = connection.key, message.description, message.parameters
         tenant = self._authorizer.resolve_tenant(connection, parameters.tenant)
         if tenant is not connection.tenant:
-            tenant.quota.speaks(tenant.config, now)
+            tenant.quota.count_message(tenant.config, now)
         check_infer(tenant)
         model = self._find_model(description.model_name, tenant)
         if self._daemon.is_stopping:
             raise Unavailable("weightd is stopping")
         timeout = parameters.timeout
         seconds = model.config.timeout if timeout is None else timeout / 1e6
-        regions, locations = parameters.regions, NOWHERE
+        regions, locations = parameters.regions, NO_LOCATIONS
         if regions is not None:
             if not connection.identity.is_near and (regions.inputs or regions.outputs):
                 raise InvalidArgument(f"parameters.regions: {_UNIX_SOCKET_ONLY}")
@@ -384,7 +384,7 @@ class Frontend:
         tensors = frames[_TENSOR_FRAMES]
         nbytes = sum(map(len, tensors))
         level = _priority_level(parameters.priority, model.config, tenant.config)
-        tenant.quota.check(tenant.config, description, nbytes)
+        tenant.quota.check_request(tenant.config, description, nbytes)
         request = Request(
             next(self._request_numbers),
             client,
@@ -397,19 +397,19 @@ class Frontend:
             self._authorizer.request_origin(connection, tenant),
             locations,
             tenant,
-            account=self._accounts.of(tenant.name, description.model_name),
-            level=level,
+            usage=self._accounts.usage_of(tenant.name, description.model_name),
+            priority_level=level,
         )
-        kept_bytes = request.kept_bytes
+        kept_bytes = request.buffered_bytes
         self._reserve_memory(client, kept_bytes)
-        tenant.quota.accepts(nbytes)
+        tenant.quota.add_request(nbytes)
         connection.requests += 1
         try:
             model.infer(request, now)
         except RequestError:
             self._on_request_end(request)
             raise
-        request.account.accepts(nbytes)
+        request.usage.count_accepted(nbytes)
 
     def _on_cancel(self, connection: Connection, message: Cancel, frames: Sequence[Any], now: float) -> None:
         for each in self._model_registry.all_models():
@@ -521,7 +521,7 @@ class Frontend:
         """
         viewer = self._authorizer.resolve_viewer(connection, name)
         if name is not None and viewer.tenant is not connection.tenant:
-            viewer.tenant.quota.speaks(viewer.tenant.config, now)
+            viewer.tenant.quota.count_message(viewer.tenant.config, now)
         return viewer
 
     def _find_model(self, name: str, viewer: Tenant) -> Model:
@@ -531,31 +531,31 @@ class Frontend:
             NotFound: there is none, and the text is that of one that there is for nobody.
         """
         model = self._model_registry.models.get(name)
-        if model is None or not viewer.sees(name):
+        if model is None or not viewer.can_see(name):
             raise NotFound(f"no model {name!r}; there are: {', '.join(self._visible_models(viewer)) or 'none'}")
         return model
 
     def _visible_models(self, viewer: Tenant) -> Mapping[str, Model]:
-        return {name: model for name, model in self._model_registry.models.items() if viewer.sees(name)}
+        return {name: model for name, model in self._model_registry.models.items() if viewer.can_see(name)}
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_disconnecting(self, connection: Connection, error: RequestError) -> None:
         if connection.tenant is not None and isinstance(error, QuotaExceeded):
-            self._accounts.of(connection.tenant.name, ELSEWHERE).refuses(error)
-        self.tell_error(connection.key, "", error)
+            self._accounts.usage_of(connection.tenant.name, OTHER_MODELS).count_refused(error)
+        self.reply_error(connection.key, "", error)
 
     def _count_rejection(self, connection: Connection, tenant: Tenant, message: Any, error: RequestError) -> None:
-        name = ELSEWHERE
+        name = OTHER_MODELS
         if isinstance(message, Infer):
             name = message.description.model_name
             # Where it names one that it does not act for, it is its own.
             with contextlib.suppress(RequestError):
                 tenant = self._authorizer.resolve_tenant(connection, message.parameters.tenant)
         # A tenant is told its own accounts: none is called as a model that there is not for it.
-        is_there = name in self._model_registry.models and tenant.sees(name)
-        account = self._accounts.of(tenant.name, name if is_there else ELSEWHERE)
-        account.refuses(error, requests=isinstance(message, Infer))
+        is_there = name in self._model_registry.models and tenant.can_see(name)
+        account = self._accounts.usage_of(tenant.name, name if is_there else OTHER_MODELS)
+        account.count_refused(error, requests=isinstance(message, Infer))
 
     def _on_disconnected(self, connection: Connection) -> None:
         self._authorizer.remove_connection(connection)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from weightd.daemon.clients.connection import Connection
 from weightd.daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd.daemon.host import clock
-from weightd.daemon.requests.shares import SEVERAL_S, Clock
+from weightd.daemon.requests.shares import MULTI_TENANT_HOLD_S, Clock
 from weightd.daemon.tenants.tenant import Tenant
 
 # Those whose messages are all refused are one, and no tenant has less weight.
@@ -35,10 +35,10 @@ class Lanes:
 
         While one alone does, this costs no look at a clock.
         """
-        sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.far)
+        sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.party)
         if sender != self._last_sender:
             if self._last_sender is not None:
-                self._contended_until = clock.now() + SEVERAL_S
+                self._contended_until = clock.now() + MULTI_TENANT_HOLD_S
             self._last_sender = sender
         elif self._contended_until < 0.0:
             return False
@@ -49,11 +49,11 @@ class Lanes:
 
     def put(self, connection: Connection) -> None:
         """Something has come from it."""
-        tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.far
+        tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.party
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = {}
-            self._clock.comes(tenant)
+            self._clock.add_active(tenant)
         queue.setdefault(user, {})[connection] = None
         self._places[connection] = tenant, user
 
@@ -62,7 +62,7 @@ class Lanes:
 
     def take(self) -> tuple[Tenant, Connection]:
         """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
-        tenant = min(self._queues, key=self._clock.order)
+        tenant = min(self._queues, key=self._clock.sort_key)
         queue = self._queues[tenant]
         user = next(iter(queue))
         connections = queue.pop(user)
@@ -74,12 +74,12 @@ class Lanes:
 
     def on_served(self, tenant: Tenant, seconds: float) -> None:
         """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
-        self._clock.begin({tenant: 1.0}, 0.0).settle(seconds)
+        self._clock.start_batch({tenant: 1.0}, 0.0).settle(seconds)
         queue = self._queues.get(tenant)
         # It is gone already where the others in it were hung up meanwhile.
         if queue is not None and not queue:
             del self._queues[tenant]
-            self._clock.goes(tenant)
+            self._clock.remove_active(tenant)
 
     def remove(self, connection: Connection) -> None:
         """A connection has closed; it may be the one that was taken last, which does not wait."""
@@ -92,4 +92,4 @@ class Lanes:
             del lane[user]
         if not lane:
             del self._queues[tenant]
-            self._clock.goes(tenant)
+            self._clock.remove_active(tenant)

@@ -119,12 +119,12 @@ class Generation(Life):
         if parties and len(self.unmerged_parties) + len(new_parties) <= limits.MAX_TENANTS:
             if new_parties:
                 self.unmerged_parties.update((number, Apart(name, note)) for number, name in new_parties.items())
-                self.counters.differed()
+                self.counters.on_batch_mismatch()
                 self._progress_logger.log(f"requests of {', '.join(new_parties.values())} are not put together any more: {note}")
             return
         if built is not None and built.rows is not None and built.rows.equal:
             self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
-            self.counters.differed()
+            self.counters.on_batch_mismatch()
             self._progress_logger.log(f"requests are not put together any more: {note}")
 
     def require_holder(self, holder: Child) -> None:
@@ -145,7 +145,7 @@ class Generation(Life):
         if child is None or child.state is not ChildState.ATTACHING or self.built is None:
             return
         if self.built.canary and attached.canary != self.built.canary:
-            self.counters.canary_failed()
+            self.counters.on_selftest_failed()
             self.on_process_failed(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
         child.note, child.shared_bytes = attached.note, attached.shared_bytes
@@ -178,7 +178,7 @@ class Generation(Life):
         if child is None or child.state is not ChildState.READY:
             return
         # It leaves in order and by its own word: no reason to wait with the next one.
-        self.counters.lost()
+        self.counters.on_lost()
         self._progress_logger.log(f"{name} leaves: a predict failed and may have spoilt its model", name)
         self._stop(child, now)
         self._reconcile(now)
@@ -310,7 +310,7 @@ class Generation(Life):
         self._reconcile(now)
 
     def _spawn(self, role: Role, now: float, device: str = "") -> None:
-        self.counters.started()
+        self.counters.on_started()
         template = self._template_name if role is Role.WORKER else ""
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         self.processes.spawn(role, deadline, device or self.device, template)
@@ -335,7 +335,7 @@ class Generation(Life):
         """A child has ended, or has to be, without being asked to; that a try of the holder may cost it is known."""
         if not self._has_died_of_selftest(child, loss):
             self.deaths += 1
-            self.counters.died()
+            self.counters.on_death()
         self._on_loss(child, loss, now)
 
     def _has_died_of_selftest(self, child: Child, loss: Loss) -> bool:
@@ -344,7 +344,7 @@ class Generation(Life):
     def _on_loss(self, child: Child, loss: Loss, now: float) -> None:
         state_before = self.state
         if state_before in ACTIVE:
-            self.counters.lost()
+            self.counters.on_lost()
         if child.role is Role.HOLDER:
             self._on_holder_lost(child, loss, now)
         if self.state is state_before:  # else it has failed with this cause, which is told with what follows
@@ -402,6 +402,6 @@ class Generation(Life):
     def _fail(self, cause: Cause, now: float) -> None:
         if self.state in ACTIVE:
             self._failure_reason = cause
-            self.counters.lost(sum(child.state in USABLE for child in self.children.values()))
+            self.counters.on_lost(sum(child.state in USABLE for child in self.children.values()))
             self._machine.advance(GenerationEvent.FAIL)
             self._reconcile(now)

@@ -77,10 +77,10 @@ class Unit(Life):
         self._machine.advance(GenerationEvent.SNAPSHOT_TAKEN)
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         if self.group_spec.has_broker:
-            self.counters.started()
+            self.counters.on_started()
             self.processes.start(Role.BROKER, broker_name(self.label), CPU, deadline)
         for name, device in zip(self._rank_names, self.group_spec.devices, strict=True):
-            self.counters.started()
+            self.counters.on_started()
             self.processes.start(Role.RANK, name, device, deadline)
         self._log_progress()
 
@@ -338,7 +338,7 @@ class Unit(Life):
         """One is of no use any more: all end."""
         if loss.previous_state in USABLE:
             self.deaths += 1
-            self.counters.died()
+            self.counters.on_death()
         retry_hint = self._retry_hint(loss, is_consequential=is_consequential)
         cause = Cause(loss.reason, child.name, retry_hint=retry_hint, is_transient=loss.is_transient or loss.is_out_of_memory)
         if self.state in ACTIVE:
@@ -372,7 +372,7 @@ class Unit(Life):
         if self.state not in ACTIVE:
             return
         if self.state is not GenerationState.SNAPSHOTTING:
-            self.counters.lost(self.group_spec.size + self.group_spec.has_broker)
+            self.counters.on_lost(self.group_spec.size + self.group_spec.has_broker)
         self._failure_reason = cause
         self.attach_control.invalidate()
         self._machine.advance(GenerationEvent.FAIL)

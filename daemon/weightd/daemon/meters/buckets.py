@@ -10,21 +10,21 @@ from weightd.protocol.messages.metrics import Histogram
 from weightd.protocol.schema import integer, list_of, number
 
 # Of each counter in the file: whatever comes to it after that, it is a number of the wire.
-MOST_COUNT = 2**55
-_MOST_SUM = 1e18
+MAX_COUNT = 2**55
+_MAX_SUM = 1e18
 
 # From what a small model takes to what a patient client waits, two to two and a half times as much each.
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 @dataclass(frozen=True)
 class BucketFigures:
     """What has been counted, as it is written down."""
 
-    counts: tuple[int, ...] = field(metadata=list_of(integer(0, MOST_COUNT), limits.MAX_BUCKETS + 1))
-    sum: float = field(metadata=number(_MOST_SUM))
+    counts: tuple[int, ...] = field(metadata=list_of(integer(0, MAX_COUNT), limits.MAX_BUCKETS + 1))
+    sum: float = field(metadata=number(_MAX_SUM))
 
 
 class Buckets:
@@ -55,16 +55,16 @@ class Buckets:
         """How many values there were."""
         return sum(self.counts)
 
-    def figures(self) -> BucketFigures:
+    def to_record(self) -> BucketFigures:
         """Return what is to be written down."""
-        return BucketFigures(tuple(min(each, MOST_COUNT) for each in self.counts), min(self.sum, _MOST_SUM))
+        return BucketFigures(tuple(min(each, MAX_COUNT) for each in self.counts), min(self.sum, _MAX_SUM))
 
-    def told(self) -> Histogram:
+    def to_histogram(self) -> Histogram:
         """Return what has been counted."""
         return Histogram(tuple(self.counts), self.sum)
 
-    def restore(self, written: BucketFigures) -> None:
+    def restore(self, record: BucketFigures) -> None:
         """Count what was written down, too; of other bounds it is of no use."""
-        if len(written.counts) == len(self.counts):
-            self.counts = [now + before for now, before in zip(self.counts, written.counts, strict=True)]
-            self.sum += written.sum
+        if len(record.counts) == len(self.counts):
+            self.counts = [now + before for now, before in zip(self.counts, record.counts, strict=True)]
+            self.sum += record.sum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightd.daemon.meters.buckets import ROWS, SECONDS, Buckets
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS, Buckets
 
 
 class Meter:
@@ -32,10 +32,10 @@ class Meter:
     )
 
     def __init__(self) -> None:
-        self.requests = Buckets(SECONDS)
-        self.queue = Buckets(SECONDS)
-        self.compute = Buckets(SECONDS)
-        self.rows = Buckets(ROWS)
+        self.requests = Buckets(SECONDS_BOUNDS)
+        self.queue = Buckets(SECONDS_BOUNDS)
+        self.compute = Buckets(SECONDS_BOUNDS)
+        self.rows = Buckets(ROWS_BOUNDS)
         self.deaths = 0
         self.restarts = 0
         self.canary_failures = 0
@@ -43,11 +43,11 @@ class Meter:
         # Processes that were lost, in whose place none has been started yet.
         self._missing = 0
 
-    def lost(self, processes: int) -> None:
+    def on_lost(self, count: int) -> None:
         """So many are of no use any more, without having been asked to leave for another model."""
-        self._missing += processes
+        self._missing += count
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """One is started."""
         if self._missing:
             self._missing -= 1
@@ -63,30 +63,30 @@ class Mishaps:
 
     __slots__ = ("_meters",)
 
-    def __init__(self, *meters: Meter) -> None:
-        self._meters = meters
+    def __init__(self, *counters: Meter) -> None:
+        self._meters = counters
 
-    def died(self) -> None:
+    def on_death(self) -> None:
         """One has ended, or had to be ended, without being asked to."""
         for each in self._meters:
             each.deaths += 1
 
-    def lost(self, processes: int = 1) -> None:
+    def on_lost(self, count: int = 1) -> None:
         """So many are of no use any more, be it that they said so: others may be started in their place."""
         for each in self._meters:
-            each.lost(processes)
+            each.on_lost(count)
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """One is started."""
         for each in self._meters:
-            each.started()
+            each.on_started()
 
-    def canary_failed(self) -> None:
+    def on_selftest_failed(self) -> None:
         """A worker's answer to the canary is not the holder's."""
         for each in self._meters:
             each.canary_failures += 1
 
-    def differed(self) -> None:
+    def on_batch_mismatch(self) -> None:
         """Rows together were found not to be what each is alone."""
         for each in self._meters:
             each.mismatches += 1

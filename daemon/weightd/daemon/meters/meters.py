@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from weightd.daemon.meters.buckets import MOST_COUNT, BucketFigures
+from weightd.daemon.meters.buckets import MAX_COUNT, BucketFigures
 from weightd.daemon.meters.meter import Meter
 from weightd.protocol import limits
 from weightd.protocol.schema import integer, record, text
 
-_COUNT = integer(0, MOST_COUNT)
+_COUNT = integer(0, MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -37,38 +37,38 @@ class Meters:
     """There are as many as models are configured; a model that is gone takes its own with it."""
 
     def __init__(self) -> None:
-        self._models: dict[str, Meter] = {}
+        self._by_model: dict[str, Meter] = {}
 
-    def of(self, model: str) -> Meter:
+    def counters_of(self, model: str) -> Meter:
         """Return the meter of a model of the configuration."""
-        meter = self._models.get(model)
-        if meter is None:
-            meter = self._models[model] = Meter()
-        return meter
+        counters = self._by_model.get(model)
+        if counters is None:
+            counters = self._by_model[model] = Meter()
+        return counters
 
-    def keep(self, models: Collection[str]) -> None:
+    def keep_only(self, models: Collection[str]) -> None:
         """These are all there are: forget the others."""
-        self._models = {name: counters for name, counters in self._models.items() if name in models}
+        self._by_model = {name: counters for name, counters in self._by_model.items() if name in models}
 
     def records(self) -> Iterator[MeterFigures]:
         """Yield what is to be written down."""
-        for model, counters in list(self._models.items()):
+        for model, counters in list(self._by_model.items()):
             yield MeterFigures(
                 model,
-                counters.requests.figures(),
-                counters.queue.figures(),
-                counters.compute.figures(),
-                counters.rows.figures(),
-                min(counters.deaths, MOST_COUNT),
-                min(counters.restarts, MOST_COUNT),
-                min(counters.canary_failures, MOST_COUNT),
-                min(counters.mismatches, MOST_COUNT),
+                counters.requests.to_record(),
+                counters.queue.to_record(),
+                counters.compute.to_record(),
+                counters.rows.to_record(),
+                min(counters.deaths, MAX_COUNT),
+                min(counters.restarts, MAX_COUNT),
+                min(counters.canary_failures, MAX_COUNT),
+                min(counters.mismatches, MAX_COUNT),
             )
 
     def restore(self, records: Iterable[MeterFigures]) -> None:
         """Go on from what was written down."""
         for each in records:
-            counters = self.of(each.model)
+            counters = self.counters_of(each.model)
             counters.requests.restore(each.requests)
             counters.queue.restore(each.queue)
             counters.compute.restore(each.compute)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from weightd.daemon.meters.buckets import MOST_COUNT
+from weightd.daemon.meters.buckets import MAX_COUNT
 from weightd.protocol.schema import integer
 
-_COUNT = integer(0, MOST_COUNT)
+_COUNT = integer(0, MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class Totals:
         refused_reloads: how often that was refused.
     """
 
-    def __init__(self, dropped: Callable[[], int]) -> None:
+    def __init__(self, count_dropped: Callable[[], int]) -> None:
         self.reloads = 0
         self.refused_reloads = 0
-        self._dropped_before = 0
-        self._dropped = dropped
+        self._restored_dropped = 0
+        self._count_dropped = count_dropped
 
     @property
-    def dropped(self) -> int:
+    def dropped_responses(self) -> int:
         """Answers that could not be sent, by this daemon and those before it."""
-        return self._dropped_before + self._dropped()
+        return self._restored_dropped + self._count_dropped()
 
     def records(self) -> Iterator[TotalFigures]:
         """Yield what is to be written down."""
-        counted = self.reloads, self.refused_reloads, self.dropped
-        yield TotalFigures(*(min(each, MOST_COUNT) for each in counted))
+        counted = self.reloads, self.refused_reloads, self.dropped_responses
+        yield TotalFigures(*(min(each, MAX_COUNT) for each in counted))
 
     def restore(self, records: Iterable[TotalFigures]) -> None:
         """Go on from what was written down."""
         for each in records:
             self.reloads += each.reloads
             self.refused_reloads += each.refused_reloads
-            self._dropped_before += each.dropped
+            self._restored_dropped += each.dropped

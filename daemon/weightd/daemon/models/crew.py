@@ -111,15 +111,15 @@ class Crew:
         deployment, generation = entry
         match message:
             case Result() if self._can_trust_answers(generation):
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.result(child, message, frames, now), now)
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_result(child, message, frames, now), now)
             case Done() if self._can_trust_answers(generation) and isinstance(generation, Unit):
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.done(child, message.request, now), now)
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_done(child, message.request, now), now)
             case Failed() if self._can_trust_answers(generation):
                 self._on_batch_failed(child, deployment, generation, message, now)
             case Result() | Failed():
                 self.verify_store(deployment, generation, now)
             case Skipped():
-                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.skipped(child, message.request, now), now)
+                self._end_if_out_of_step(child, deployment, generation, self._dispatcher.on_cancelled(child, message.request, now), now)
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
@@ -140,7 +140,7 @@ class Crew:
             case Broken():
                 if child in generation.ready_workers:
                     # By its own word: what it has is not to blame.
-                    self._dispatcher.broke(child, message.cause, now)
+                    self._dispatcher.on_process_failed(child, message.cause, now)
                 generation.on_process_failed(child, message, now)
             case _ if isinstance(generation, Generation):
                 self._on_shared_weights_message(child, deployment, generation, message, now)
@@ -165,7 +165,7 @@ class Crew:
                 self._watch_if_ready(child, generation, now)
                 deployment.on_device_memory(generation, message.device)
             case Unequal():
-                generation.on_batch_mismatch(message.note, {each: self._dispatcher.names.of(each) for each in message.parties})
+                generation.on_batch_mismatch(message.note, {each: self._dispatcher.party_names.name_of(each) for each in message.parties})
                 self._update_batching_policy(generation)
             case _:
                 units.on_message(child, deployment, generation, self._dispatcher, message, now)
@@ -178,9 +178,9 @@ class Crew:
         if entry is not None and not self._can_trust_answers(entry[1]):
             self.verify_store(*entry, now)
             # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
-            self._dispatcher.release(child)
-        has_answered, slot_processes = self._dispatcher.has_answered(child), self._dispatcher.mates(child)
-        self._dispatcher.died(child, exit_cause, now)
+            self._dispatcher.release_slot(child)
+        has_answered, slot_processes = self._dispatcher.has_answered(child), self._dispatcher.slot_processes(child)
+        self._dispatcher.on_exit(child, exit_cause, now)
         for mate in slot_processes:
             # A unit ends all that it has, and tells the first cause.
             if mate != child and entry is not None and isinstance(entry[1], Generation):
@@ -209,10 +209,10 @@ class Crew:
             case Enlist(name):
                 self._add_slot(name, generation, now)
             case Dismiss(name):
-                self._dispatcher.dismiss(name)
+                self._dispatcher.remove_slot(name)
                 if not generation.attach_control.is_valid:
                     # It will not answer what it has, and is not to blame.
-                    self._dispatcher.release(name)
+                    self._dispatcher.release_slot(name)
             case Forget():
                 self.past_deaths += generation.deaths
                 self._rendezvous.drop(generation.label)
@@ -226,19 +226,19 @@ class Crew:
 
     def run_watchdog(self, serving: Iterable[tuple[Deployment, Life]], now: float) -> None:
         """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
-        for process, why in self._dispatcher.overdue(now):
+        for process, why in self._dispatcher.overdue_processes(now):
             self.end_process(process, why, now)
-        if now < self._dispatcher.guard.watchdog.next_event:
+        if now < self._dispatcher.fault_isolator.watchdog.next_event_at:
             return
         for deployment, generation in serving:
             self.verify_store(deployment, generation, now)
-        for process in self._dispatcher.silent(now):
+        for process in self._dispatcher.ping_idle(now):
             self.end_process(process, "it has not answered a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
         """End a process that is of no use any more, and its seat with it."""
-        slot_processes = dict.fromkeys((process, *self._dispatcher.mates(process)))
-        self._dispatcher.release(process)
+        slot_processes = dict.fromkeys((process, *self._dispatcher.slot_processes(process)))
+        self._dispatcher.release_slot(process)
         for mate in slot_processes:
             owner = self._by_process.get(mate)
             if owner is not None:
@@ -263,12 +263,12 @@ class Crew:
         policy = rows.batching_policy(self._config, generation)
         child = generation.children[name]
         concurrency = child.hello.concurrency if child.hello is not None else 1
-        self._dispatcher.enlist(name, device=child.device, terms=policy, concurrency=concurrency)
+        self._dispatcher.add_slot(name, device=child.device, policy=policy, concurrency=concurrency)
 
     def _update_batching_policy(self, generation: Life) -> None:
         policy = rows.batching_policy(self._config, generation)
         for each in generation.slots:
-            self._dispatcher.scheduler.seats.rate(each, policy)
+            self._dispatcher.scheduler.slots.set_policy(each, policy)
 
     def _can_trust_answers(self, generation: Life) -> bool:
         """Whether what the generation's workers say can be passed on."""
@@ -279,7 +279,7 @@ class Crew:
         self._reconcile(now)
 
     def _on_batch_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
-        reason = self._dispatcher.job_failed(child, failed, now)
+        reason = self._dispatcher.on_batch_failed(child, failed, now)
         if failed.leaving:
             generation.on_leaving(child, now, failed.error)
             self._reconcile_deployment(deployment, now)
@@ -293,18 +293,18 @@ class Crew:
             self._reconcile_deployment(deployment, now)
 
     def _on_pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
-        self._dispatcher.guard.watchdog.pong(child, now)
+        self._dispatcher.fault_isolator.watchdog.on_pong(child, now)
         built = generation.built
         if built is not None and pong.canary and built.canary and pong.canary != built.canary:
-            generation.counters.canary_failed()
+            generation.counters.on_selftest_failed()
             self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 
     def _watch_if_ready(self, child: str, generation: Life, now: float) -> None:
         if child in generation.ready_workers and isinstance(generation, Generation):
-            self._dispatcher.guard.watchdog.watch(child, now)
+            self._dispatcher.fault_isolator.watchdog.add(child, now)
 
     def _on_built(self, child: str, generation: Generation, built: Built, now: float) -> None:
-        difference = self._dispatcher.signature.differs(built)
+        difference = self._dispatcher.signature.difference(built)
         if difference:
             generation.fail(f"the new model is not a drop-in for the one that serves: {difference}", now)
         else:

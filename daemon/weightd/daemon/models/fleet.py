@@ -200,10 +200,10 @@ class Fleet:
     def _remove_if_drained(self, model: Model, now: float) -> None:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
-            if model.dispatcher.scheduler.line.count:
+            if model.dispatcher.scheduler.queue.count:
                 # What a worker had that died while it left.
                 replacement.adopt_requests(model, now)
-        elif model.dispatcher.idle and not model.is_draining:
+        elif model.dispatcher.is_idle and not model.is_draining:
             model.drain(now)
         if model.is_gone:
             model.remove_snapshots()

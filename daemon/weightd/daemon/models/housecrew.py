@@ -64,12 +64,12 @@ class HouseCrew(Crew):
         match message:
             case Result():
                 if self._can_trust_answers(generation):
-                    self._active_dispatcher(generation).result(child, message, frames, now)
+                    self._active_dispatcher(generation).on_result(child, message, frames, now)
             case Skipped():
-                self._active_dispatcher(generation).skipped(child, message.request, now)
+                self._active_dispatcher(generation).on_cancelled(child, message.request, now)
             case Pong():
                 for desk in self._shared_process.dispatchers:
-                    desk.guard.watchdog.pong(child, now)
+                    desk.fault_isolator.watchdog.on_pong(child, now)
             case _:
                 self._on_process_message(child, *entry, message, now)
                 self._reconcile_deployment(entry[0], now)
@@ -79,12 +79,12 @@ class HouseCrew(Crew):
     ) -> None:
         match message:
             case Failed():
-                self._active_dispatcher(generation).job_failed(child, message, now)
+                self._active_dispatcher(generation).on_batch_failed(child, message, now)
                 if message.leaving:
                     self._release_slots(child)
                     generation.on_leaving(child, now)
             case Broken():
-                self._active_dispatcher(generation).broke(child, message.cause, now)
+                self._active_dispatcher(generation).on_process_failed(child, message.cause, now)
                 self._release_slots(child)
                 generation.on_process_failed(child, message, now)
             case Hello():
@@ -104,7 +104,7 @@ class HouseCrew(Crew):
             self._release_slots(child)
         has_answered = any(desk.has_answered(child) for desk in self._shared_process.dispatchers)
         for desk in self._shared_process.dispatchers:
-            desk.died(child, exit_cause, now)
+            desk.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile_deployment(deployment, now)
 
@@ -139,35 +139,35 @@ class HouseCrew(Crew):
         """End who computes for too long, and who does not answer a ping."""
         del serving
         for desk in self._shared_process.dispatchers:
-            for process, why in list(desk.overdue(now)):
+            for process, why in list(desk.overdue_processes(now)):
                 self.end_process(process, why, now)
-            if now >= desk.guard.watchdog.next_event:
-                for process in list(desk.silent(now)):
+            if now >= desk.fault_isolator.watchdog.next_event_at:
+                for process in list(desk.ping_idle(now)):
                     self.end_process(process, "it has not answered a ping", now)
 
     def _add_slots(self, name: str, generation: Life, now: float) -> None:
         scheduler = self._shared_process.schedulers[generation.label] = Turns()
         for process in generation.slots.get(name, ()):
             for index, desk in enumerate(self._shared_process.dispatchers):
-                desk.enlist_member(process, scheduler, index, now, device=generation.device)
+                desk.add_shared_slot(process, scheduler, index, now, device=generation.device)
 
     def _remove_slots(self, slot: str, generation: Life) -> None:
         for process in [each for each in generation.children if each.startswith(f"{slot}.")]:
             for desk in self._shared_process.dispatchers:
-                desk.dismiss(process)
+                desk.remove_slot(process)
             if not generation.attach_control.is_valid:
                 # It will not answer what it has, and is not to blame.
                 self._release_slots(process)
 
     def _release_slots(self, process: str) -> None:
         for desk in self._shared_process.dispatchers:
-            desk.release(process)
+            desk.release_slot(process)
 
     def _active_dispatcher(self, generation: Life) -> Desk:
         """The desk whose job the process runs; that of the first member where it runs none."""
         scheduler = self._shared_process.schedulers.get(generation.label)
-        active_slot = None if scheduler is None else scheduler.running
+        active_slot = None if scheduler is None else scheduler.active_slot
         for desk in self._shared_process.dispatchers:
-            if active_slot is not None and any(desk.scheduler.seats.of(each) is active_slot for each in generation.children):
+            if active_slot is not None and any(desk.scheduler.slots.slot_of(each) is active_slot for each in generation.children):
                 return desk
         return self._shared_process.dispatchers[0]

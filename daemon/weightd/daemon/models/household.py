@@ -186,7 +186,7 @@ class Household:
     def _make_generation(self, placement: Room, source: Source, spec: Terms) -> Life:
         number = self._ids.next_generation()
         generation = Unit(f"{self.group.name}@group.{number}", spec, placement.name, source, number=number)
-        generation.counters = Mishaps(*(each.dispatcher.meter for each in self.members))
+        generation.counters = Mishaps(*(each.dispatcher.counters for each in self.members))
         return generation
 
     def _wake(self) -> None:
@@ -283,7 +283,7 @@ class Member(Model):
         event = PhaseEvent.REPLACE if is_replaced else PhaseEvent.CLOSE
         self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, event)
         if not is_replaced:
-            self.dispatcher.give_up(Unavailable("weightd is stopping"))
+            self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
         self._versions.snapshots.cancel_pending()
         self._shared_process.drain(now, timeout_s)
 
@@ -313,7 +313,7 @@ class Member(Model):
         """Serve what a generation now allows."""
         built = self._find_built()
         if self.dispatcher.signature.built is None and built is not None:
-            self.dispatcher.learn(built)
+            self.dispatcher.on_built(built)
         self._plan_retry(now)
         self._unavailable = standing.find_unavailable(self.name, self.deployments)
         if self._unavailable is not None and self._phase is not Phase.REPLACED:

@@ -112,7 +112,7 @@ class Model:
 
     def on_disconnect(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self.dispatcher.vanished(client, now)
+        self.dispatcher.on_disconnect(client, now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
         """Refuse what waits and is `unfit`; what runs goes on."""
@@ -120,7 +120,7 @@ class Model:
 
     def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
         """Refuse who waits for the metadata and is `unfit`."""
-        self.dispatcher.turn_away(should_reject, error)
+        self.dispatcher.reject_metadata_requests(should_reject, error)
 
     def request_metadata(self, request: Waiter) -> None:
         """Tell somebody what the model takes and gives, at once or when it is known.
@@ -130,7 +130,7 @@ class Model:
         """
         if self._unavailable is not None:
             raise self._unavailable.to_error()
-        self.dispatcher.metadata(request)
+        self.dispatcher.request_metadata(request)
 
     def update(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
@@ -219,7 +219,7 @@ class Model:
         for source in self._versions.snapshots.take_overdue(now):
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
-        self.dispatcher.guard.look(now)
+        self.dispatcher.fault_isolator.continue_fingerprint(now)
         self._process_events.run_watchdog([(each, each.serving) for each in self.deployments if each.serving is not None], now)
         due_deployments = [deployment for deployment in self.deployments if now >= deployment.next_tick_at]
         for deployment in due_deployments:
@@ -242,7 +242,7 @@ class Model:
         """
         self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, PhaseEvent.REPLACE if is_replaced else PhaseEvent.CLOSE)
         if not is_replaced:
-            self.dispatcher.give_up(Unavailable("weightd is stopping"))
+            self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
         self._versions.snapshots.cancel_pending()
         for deployment in self.deployments:
             deployment.drain(now, timeout_s=timeout_s)
@@ -286,7 +286,7 @@ class Model:
 
     def hand_over(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
-        self.dispatcher.leave(now)
+        self.dispatcher.hand_over(now)
 
     def remove_snapshots(self) -> None:
         """Remove what is left on the disk of a model that is gone."""
@@ -294,11 +294,11 @@ class Model:
 
     def adopt_requests(self, old: Model, now: float) -> None:
         """Take over what waits at the model that this one replaces."""
-        for request in self.dispatcher.adopt(old.dispatcher):
+        for request in self.dispatcher.adopt_requests(old.dispatcher):
             try:
                 self.infer(request, now)
             except RequestError as error:
-                self.dispatcher.refuse(request, error)
+                self.dispatcher.fail_request(request, error)
         self._reconcile(now)
 
     # --- what it tells ------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Model:
     @property
     def next_event_at(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
-        tick_at, event_at = self._next_tick_at, self.dispatcher.next_event
+        tick_at, event_at = self._next_tick_at, self.dispatcher.next_event_at
         return tick_at if tick_at < event_at else event_at
 
     @property
@@ -317,7 +317,7 @@ class Model:
     @property
     def is_gone(self) -> bool:
         """Whether nothing is left of it after `drain`."""
-        is_drained = self.is_draining and not self.dispatcher.has_to_refuse
+        is_drained = self.is_draining and not self.dispatcher.has_pending_failures
         return is_drained and not self._process_events and not any(each.generations for each in self.deployments)
 
     @property
@@ -395,7 +395,7 @@ class Model:
 
     def unready_reason(self, now: float) -> str:
         """Return why it is not ready to answer, or "" if it is: a worker has been heard of of late."""
-        return standing.unready_reason(self.name, self.deployments, self.dispatcher.guard.watchdog, now)
+        return standing.unready_reason(self.name, self.deployments, self.dispatcher.fault_isolator.watchdog, now)
 
     @property
     def main_generation(self) -> Life:
@@ -422,7 +422,7 @@ class Model:
         return True
 
     def _configure_generation(self, generation: Life) -> None:
-        generation.counters = Mishaps(self.dispatcher.meter)
+        generation.counters = Mishaps(self.dispatcher.counters)
         # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
         if self.load_limiter is not None and is_cpu(generation.device):
             nbytes = functools.partial(self._snapshot_bytes_of, generation.source)
@@ -444,7 +444,7 @@ class Model:
         if self._rollouts.reconcile(now):
             self._perform_all(now)
         if self.dispatcher.signature.built is None and (built := standing.find_built(self.deployments)) is not None:
-            self.dispatcher.learn(built)
+            self.dispatcher.on_built(built)
         self._plan_retry(now)
         self._unavailable = standing.find_unavailable(self.name, self.deployments)
         if self._unavailable is not None and self._phase is not Phase.REPLACED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.generations.life import Life
-from weightd.daemon.requests.rows.terms import WHOLE, Dims, RowTerms
+from weightd.daemon.requests.rows.terms import NO_BATCHING, Dims, RowTerms
 from weightd.protocol.messages.children import Built
 from weightd.protocol.messages.findings import Rows
 
@@ -14,19 +14,19 @@ def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
     built = generation.built
     row_support = None if built is None else built.rows
     if built is None or row_support is None or not row_support.inputs or not row_support.outputs:
-        return WHOLE
+        return NO_BATCHING
     batching, split = config.batching, config.split
     can_share = (row_support.equal or not batching.exact) and not _inputs_without_rows(generation)
     return RowTerms(
-        source=generation.source.number,
+        source_number=generation.source.number,
         inputs=frozenset(row_support.inputs),
         outputs=frozenset(row_support.outputs),
         max_rows=batching.max_rows if can_share else 1,
-        part_rows=split.part_rows if row_support.equal or not split.exact else 0,
+        max_split_rows=split.part_rows if row_support.equal or not split.exact else 0,
         sizes=batching.sizes,
         is_exact=row_support.equal,
-        tested=_tested_dims(built, row_support) if split.exact else None,
-        apart=frozenset(generation.unmerged_parties),
+        tested_dims=_tested_dims(built, row_support) if split.exact else None,
+        unmerged_parties=frozenset(generation.unmerged_parties),
     )
 
 
@@ -43,11 +43,11 @@ def describe_batching(config: ModelConfig, generation: Life) -> str:
         return ""
     policy = batching_policy(config, generation)
     texts: list[str] = []
-    if policy.merges:
+    if policy.can_merge:
         texts.append(f"requests share a predict of up to {policy.max_rows} rows")
-    if policy.part_rows:
-        where = " of the canary's dimensions" if policy.tested is not None and _has_other_free_dims(generation) else ""
-        texts.append(f"requests of more than {policy.part_rows} rows{where} run in parts")
+    if policy.max_split_rows:
+        where = " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
+        texts.append(f"requests of more than {policy.max_split_rows} rows{where} run in parts")
     if texts:
         texts.append("tested bit-equal" if row_support.equal else "not tested to be exact")
     if config.batching.max_rows > 1:

@@ -87,9 +87,9 @@ def unready_reason(name: str, deployments: Sequence[Deployment], watchdog: Watch
     if not serving:
         unavailable, generation = find_unavailable(name, deployments), main_deployment(deployments).main_generation
         return unavailable.message if unavailable is not None else f"{name}: {generation.progress}{f', {generation.cause}' if generation.cause else ''}"
-    silence_s = watchdog.unheard_of([process for each in serving for process in each.serving_processes], now)
+    silence_s = watchdog.silence_s([process for each in serving for process in each.serving_processes], now)
     if silence_s is None:
         return ""
     if silence_s == float("inf"):
         return f"{name}: no worker is there; they are being replaced"
-    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {watchdog.period:g} s"
+    return f"{name}: no worker has answered for {silence_s:.1f} s, watchdog is {watchdog.period_s:g} s"

@@ -22,7 +22,7 @@ def on_message(child: str, deployment: Deployment, generation: Life, dispatcher:
     match generation, message:
         case Unit(), Entered():
             generation.on_joined(child, message, now)
-            difference = "" if generation.built is None else dispatcher.signature.differs(generation.built)
+            difference = "" if generation.built is None else dispatcher.signature.difference(generation.built)
             if difference:
                 generation.fail(f"the new model is not a drop-in for the one that serves: {difference}", now)
             deployment.on_device_memory(generation, message.device, _rank_of_process(generation, child))
@@ -41,7 +41,7 @@ def add_slot(generation: Unit, config: ModelConfig, dispatcher: Desk, now: float
         reply = None if generation.group_spec.reply_rank == CONCAT else processes[generation.group_spec.reply_rank]
         others = [each.name for each in generation.children.values() if each.role is Role.BROKER]
         lockstep = Lockstep(processes, reply, generation.step)
-        dispatcher.enlist_ranks(seat, lockstep, now, others=others, device=generation.device, terms=rows.batching_policy(config, generation))
+        dispatcher.add_rank_slot(seat, lockstep, now, support_processes=others, device=generation.device, policy=rows.batching_policy(config, generation))
 
 
 def _rank_of_process(generation: Unit, child: str) -> int:

@@ -119,7 +119,7 @@ class Updates:
         for deployment in self._deployments:
             deployment.switch_to_loaded(now)
         self._versions.on_take_over(rollout.source)
-        self._dispatcher.renew(self._deployments[0].main_generation.built)
+        self._dispatcher.on_model_replaced(self._deployments[0].main_generation.built)
         generation_numbers = tuple(each.main_generation.number for each in self._deployments)
         current = self._versions.current
         self._update_sink.reply_updated(

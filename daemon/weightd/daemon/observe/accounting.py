@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.tenants.accounts import ELSEWHERE, Account, Accounts
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts
 from weightd.daemon.tenants.directory import Directory
 from weightd.protocol.schema import label
 
 # Shares are those of six of them.
-_TICK_S = 10.0
+_SAMPLE_INTERVAL_S = 10.0
 
 # Of a line: those on which most seconds were spent.
-_MOST_MODELS = 8
+_MAX_MODELS = 8
 
 
 _log = logging.getLogger("weightd.accounts")
@@ -33,50 +33,50 @@ class Accounting:
         timers: call it when something is due.
     """
 
-    def __init__(self, tenants: Directory, accounts: Accounts, models: Callable[[], Collection[str]]) -> None:
+    def __init__(self, tenants: Directory, usage_table: Accounts, model_names: Callable[[], Collection[str]]) -> None:
         self._tenants = tenants
-        self._accounts = accounts
-        self._models = models
-        self._intervals = Intervals(accounts)
-        self._interval = 0.0
-        self._tick = Timer(self._on_tick)
-        self._line = Timer(self._on_line)
-        self.timers = (self._tick, self._line)
+        self._usage_table = usage_table
+        self._model_names = model_names
+        self._intervals = Intervals(usage_table)
+        self._log_interval_s = 0.0
+        self._sample_timer = Timer(self._on_sample_timer)
+        self._log_timer = Timer(self._on_log_timer)
+        self.timers = (self._sample_timer, self._log_timer)
 
-    def renew(self, interval: float, now: float) -> None:
+    def configure(self, interval_s: float, now: float) -> None:
         """Another configuration is in force; `interval`: the seconds between lines of the log, 0 for none."""
-        if not self._tenants.tells_apart:
+        if not self._tenants.has_tenants:
             # What a reload has taken away is forgotten all the same.
-            self._accounts.keep(self._names(), self._models())
-            self._interval = 0.0
+            self._usage_table.keep_only(self._tenant_names(), self._model_names())
+            self._log_interval_s = 0.0
             return
-        self._on_tick(now)
-        if interval != self._interval:
-            self._interval = interval
-            self._intervals.begin(self._names())
-            self._line.set(now + interval)
+        self._on_sample_timer(now)
+        if interval_s != self._log_interval_s:
+            self._log_interval_s = interval_s
+            self._intervals.start(self._tenant_names())
+            self._log_timer.set(now + interval_s)
 
-    def _names(self) -> list[str]:
-        return [tenant.name for tenant in self._tenants.known]
+    def _tenant_names(self) -> list[str]:
+        return [tenant.name for tenant in self._tenants.all_tenants]
 
-    def _on_tick(self, now: float) -> None:
-        if self._tenants.tells_apart:
-            self._accounts.keep(self._names(), self._models())
-            self._accounts.tick()
-            self._tick.set(now + _TICK_S)
+    def _on_sample_timer(self, now: float) -> None:
+        if self._tenants.has_tenants:
+            self._usage_table.keep_only(self._tenant_names(), self._model_names())
+            self._usage_table.sample()
+            self._sample_timer.set(now + _SAMPLE_INTERVAL_S)
 
-    def _on_line(self, now: float) -> None:
-        if self._interval:
-            for line in self._intervals.lines(self._names(), self._interval):
+    def _on_log_timer(self, now: float) -> None:
+        if self._log_interval_s:
+            for line in self._intervals.lines(self._tenant_names(), self._log_interval_s):
                 _log.info("%s", line)
-            self._line.set(now + self._interval)
+            self._log_timer.set(now + self._log_interval_s)
 
 
 class Counted(NamedTuple):
     """What a tenant has: the sum, which stays when a model goes, and the seconds of each model."""
 
     total: Account
-    models: Mapping[str, float]
+    seconds_by_model: Mapping[str, float]
 
 
 class Intervals:
@@ -86,40 +86,40 @@ class Intervals:
         accounts: of all tenants.
     """
 
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-        self._told: dict[str, Counted] = {}
+    def __init__(self, usage_table: Accounts) -> None:
+        self._usage_table = usage_table
+        self._last_totals: dict[str, Counted] = {}
 
-    def begin(self, tenants: Iterable[str]) -> None:
+    def start(self, tenants: Iterable[str]) -> None:
         """What these have now is not told."""
-        self._told = {name: self._now(name) for name in tenants}
+        self._last_totals = {name: self._totals_of(name) for name in tenants}
 
     def lines(self, tenants: Iterable[str], seconds: float) -> Iterator[str]:
         """Yield a line for each tenant that has asked anything, or been given seconds; since so many of them."""
-        before, self._told = self._told, {name: self._now(name) for name in tenants}
-        spent = {name: _since(before.get(name, _NOTHING), now) for name, now in self._told.items()}
-        whole = sum(each.total.seat_seconds for each in spent.values())
-        for name, each in spent.items():
-            if not each.total.is_blank:
-                yield f"tenant {label(name)}: {_text(each.total, seconds, whole)}{_of_models(each.models)}"
+        previous, self._last_totals = self._last_totals, {name: self._totals_of(name) for name in tenants}
+        differences = {name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()}
+        all_seconds = sum(each.total.seat_seconds for each in differences.values())
+        for name, each in differences.items():
+            if not each.total.is_empty:
+                yield f"tenant {label(name)}: {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
 
-    def _now(self, name: str) -> Counted:
-        models = {model: each.seat_seconds for model, each in self._accounts.items(name)}
-        return Counted(self._accounts.total(name), models)
-
-
-_NOTHING = Counted(Account(), {})
+    def _totals_of(self, name: str) -> Counted:
+        models = {model: each.seat_seconds for model, each in self._usage_table.items(name)}
+        return Counted(self._usage_table.total(name), models)
 
 
-def _since(before: Counted, now: Counted) -> Counted:
+_NO_TOTALS = Counted(Account(), {})
+
+
+def _totals_since(before: Counted, now: Counted) -> Counted:
     """What has been counted since; all of it, where it has begun anew."""
     if now.total.requests < before.total.requests:
         return now
-    models = {model: seconds - before.models.get(model, 0.0) for model, seconds in now.models.items()}
-    return Counted(_less(now.total, before.total), models)
+    models = {model: seconds - before.seconds_by_model.get(model, 0.0) for model, seconds in now.seconds_by_model.items()}
+    return Counted(_usage_difference(now.total, before.total), models)
 
 
-def _less(now: Account, before: Account) -> Account:
+def _usage_difference(now: Account, before: Account) -> Account:
     since = Account()
     for field in ("requests", "served", "rows", "seat_seconds", "waited_seconds", "bytes_in", "bytes_out", "deaths"):
         setattr(since, field, max(0, getattr(now, field) - getattr(before, field)))
@@ -128,26 +128,26 @@ def _less(now: Account, before: Account) -> Account:
     return since
 
 
-def _text(account: Account, seconds: float, total: float) -> str:
-    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(account.refused.items()))
-    refused = f"{account.failed} refused ({reasons})" if reasons else "none refused"
-    share = f" ({account.seat_seconds / total:.0%} of all)" if total else ""
+def _usage_text(usage: Account, seconds: float, total_seconds: float) -> str:
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(usage.refused.items()))
+    refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
+    share = f" ({usage.seat_seconds / total_seconds:.0%} of all)" if total_seconds else ""
     parts = [
-        f"{account.requests} requests in {seconds:.0f} s",
-        f"{account.served} served",
+        f"{usage.requests} requests in {seconds:.0f} s",
+        f"{usage.served} served",
         refused,
-        f"{account.rows} rows",
-        f"{account.seat_seconds:.3f} s of workers{share}",
-        f"{account.waited_seconds:.3f} s waited",
-        f"{account.bytes_in} bytes in",
-        f"{account.bytes_out} bytes out",
+        f"{usage.rows} rows",
+        f"{usage.seat_seconds:.3f} s of workers{share}",
+        f"{usage.waited_seconds:.3f} s waited",
+        f"{usage.bytes_in} bytes in",
+        f"{usage.bytes_out} bytes out",
     ]
-    if account.deaths:
-        parts.append(f"{account.deaths} workers lost")
+    if usage.deaths:
+        parts.append(f"{usage.deaths} workers lost")
     return ", ".join(parts)
 
 
-def _of_models(models: Mapping[str, float]) -> str:
-    used = [(seconds, model) for model, seconds in models.items() if model != ELSEWHERE and seconds > 0]
-    most = sorted(used, reverse=True)[:_MOST_MODELS]
-    return f"; {', '.join(f'{model} {seconds:.3f} s' for seconds, model in most)}" if most else ""
+def _models_text(models: Mapping[str, float]) -> str:
+    used = [(seconds, model) for model, seconds in models.items() if model != OTHER_MODELS and seconds > 0]
+    largest = sorted(used, reverse=True)[:_MAX_MODELS]
+    return f"; {', '.join(f'{model} {seconds:.3f} s' for seconds, model in largest)}" if largest else ""

@@ -56,22 +56,22 @@ class Copy(NamedTuple):
     """
 
     pids: tuple[int, ...]
-    shared: int
-    nbytes: int
-    store: Path | None
+    shared_bytes: int
+    weight_bytes: int
+    store_path: Path | None
 
 
-Subject = Mapping[str, Sequence[Copy]]
+MemorySubjects = Mapping[str, Sequence[Copy]]
 
 
 class Found(NamedTuple):
     """What was measured: of the daemon and what belongs to it, and of models by name."""
 
-    pss: int | None = None
-    footings: Mapping[str, Footing] = {}
+    pss_bytes: int | None = None
+    footprints: Mapping[str, Footing] = {}
 
 
-def copies(models: Iterable[Model], processes: Mapping[str, Process], files: Mapping[str, Files]) -> Subject:
+def memory_subjects(models: Iterable[Model], processes: Mapping[str, Process], files: Mapping[str, Files]) -> MemorySubjects:
     """Return what is to be measured of models.
 
     Args:
@@ -80,17 +80,17 @@ def copies(models: Iterable[Model], processes: Mapping[str, Process], files: Map
         files: of each generation, by its label.
     """
     return {
-        model.name: [_copy(each, processes, files.get(each.label)) for each in model.generations] for model in models
+        model.name: [_memory_subject(each, processes, files.get(each.label)) for each in model.generations] for model in models
     }
 
 
-def _copy(generation: Life, processes: Mapping[str, Process], files: Files | None) -> Copy:
-    there = [child for child in generation.alive() if child.name in processes]
+def _memory_subject(generation: Life, processes: Mapping[str, Process], files: Files | None) -> Copy:
+    children = [child for child in generation.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
     return Copy(
-        tuple(processes[child.name].pid for child in there),
-        sum(child.shared_bytes for child in there if child.role is Role.WORKER),
+        tuple(processes[child.name].pid for child in children),
+        sum(child.shared_bytes for child in children if child.role is Role.WORKER),
         0 if is_file or built is None else built.shared_bytes,
         files.store if is_file and files is not None else None,
     )
@@ -109,52 +109,52 @@ class Memory:
         start: Callable[[Callable[[], None]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._start = start or _in_a_thread
+        self._start = start or _start_thread
         self._clock = clock
-        self._due = -float("inf")
+        self._due_at = -float("inf")
         self._is_measuring = False
         # The thread puts all of it there at once.
-        self._found = Found()
+        self._report = Found()
 
-    def look(self, own_pids: Sequence[int], subject: Callable[[], Subject]) -> Found:
+    def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> Found:
         """Return what is known; measure again if it is time for that, for those who ask later."""
         now = self._clock()
-        if now >= self._due and not self._is_measuring:
-            self._due, self._is_measuring = now + INTERVAL_S, True
-            asked = subject()
+        if now >= self._due_at and not self._is_measuring:
+            self._due_at, self._is_measuring = now + INTERVAL_S, True
+            subjects = make_subjects()
             try:
-                self._start(lambda: self._measure(own_pids, asked))
+                self._start(lambda: self._measure(daemon_pids, subjects))
             except RuntimeError as error:
                 self._is_measuring = False
                 _log.warning("the memory of the processes is not measured: %s", with_limit_hint(str(error)))
-        return self._found
+        return self._report
 
-    def _measure(self, own_pids: Sequence[int], asked: Subject) -> None:
+    def _measure(self, daemon_pids: Sequence[int], subjects: MemorySubjects) -> None:
         try:
-            own = [found.pss_bytes for pid in own_pids if (found := read_process_memory(pid)) is not None]
-            footings = {name: footing(each) for name, each in asked.items()}
-            self._found = Found(sum(own) if own else None, footings)
+            daemon_pss_bytes = [found.pss_bytes for pid in daemon_pids if (found := read_process_memory(pid)) is not None]
+            footprints = {name: measure_footprint(each) for name, each in subjects.items()}
+            self._report = Found(sum(daemon_pss_bytes) if daemon_pss_bytes else None, footprints)
         finally:
             self._is_measuring = False
 
 
-def footing(measured: Iterable[Copy]) -> Footing:
+def measure_footprint(subjects: Iterable[Copy]) -> Footing:
     """Measure the memory of a model's generations."""
-    pss, shared, saved, copy = 0, 0, 0, 0
-    is_told = True
-    for each in measured:
-        pss += sum(found.pss_bytes for pid in each.pids if (found := read_process_memory(pid)) is not None)
-        nbytes = each.nbytes if each.store is None else resident_bytes(each.store)
-        shared += each.shared
+    pss_bytes, shared_bytes, saved_bytes, copy_bytes = 0, 0, 0, 0
+    is_complete = True
+    for each in subjects:
+        pss_bytes += sum(found.pss_bytes for pid in each.pids if (found := read_process_memory(pid)) is not None)
+        nbytes = each.weight_bytes if each.store_path is None else resident_bytes(each.store_path)
+        shared_bytes += each.shared_bytes
         if nbytes is None:
-            is_told = False
+            is_complete = False
         else:
-            copy += nbytes
+            copy_bytes += nbytes
             # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-            saved += max(0, each.shared - nbytes) if nbytes else 0
-    return Footing(pss, shared, saved if is_told else None, copy if is_told else None)
+            saved_bytes += max(0, each.shared_bytes - nbytes) if nbytes else 0
+    return Footing(pss_bytes, shared_bytes, saved_bytes if is_complete else None, copy_bytes if is_complete else None)
 
 
-def _in_a_thread(what: Callable[[], None]) -> None:
+def _start_thread(target: Callable[[], None]) -> None:
     # If the kernel does not come back from it, nobody waits at the end.
-    threading.Thread(target=what, name="memory", daemon=True).start()
+    threading.Thread(target=target, name="memory", daemon=True).start()

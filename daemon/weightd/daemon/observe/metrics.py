@@ -10,30 +10,30 @@ from weightd.daemon.generations.actions import Role
 from weightd.daemon.generations.child import Child
 from weightd.daemon.generations.life import Life
 from weightd.daemon.generations.states import ChildState
-from weightd.daemon.meters.buckets import ROWS, SECONDS
+from weightd.daemon.meters.buckets import ROWS_BOUNDS, SECONDS_BOUNDS
 from weightd.daemon.meters.meters import Meters
 from weightd.daemon.meters.totals import Totals
 from weightd.daemon.models.model import Model
-from weightd.daemon.observe.tenants import Queued, told, waiting
+from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.tenant import Tenant, Viewer
 from weightd.protocol import limits
 from weightd.protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
 from weightd.protocol.version import VERSION
 
-_NOTHING = Histogram((), 0.0)
+_EMPTY_HISTOGRAM = Histogram((), 0.0)
 
 
 class Footing(NamedTuple):
     """What the processes of a model took of memory when that was measured last, in bytes; None: nobody tells."""
 
-    pss: int | None = None
-    shared: int | None = None
-    saved: int | None = None
-    copy: int | None = None
+    pss_bytes: int | None = None
+    shared_bytes: int | None = None
+    saved_bytes: int | None = None
+    copy_bytes: int | None = None
 
 
-_UNKNOWN = Footing()
+_UNKNOWN_FOOTPRINT = Footing()
 
 
 class Counted(NamedTuple):
@@ -52,13 +52,13 @@ class Counted(NamedTuple):
     """
 
     models: Sequence[Model]
-    meters: Meters
-    totals: Totals
+    counter_registry: Meters
+    daemon_counters: Totals
     tenants: Iterable[Tenant]
-    accounts: Accounts
-    held_bytes: int
-    max_memory_bytes: int
-    footings: Mapping[str, Footing] = {}
+    usage_table: Accounts
+    buffered_bytes: int
+    max_buffered_bytes: int
+    footprints: Mapping[str, Footing] = {}
     pss_bytes: int | None = None
 
 
@@ -66,72 +66,72 @@ class Moment(NamedTuple):
     """When it is told: the daemon's state, for how many seconds it has run, and the clock."""
 
     state: str
-    uptime: float
+    uptime_s: float
     now: float
 
 
-def tell(request_id: str, moment: Moment, viewer: Viewer, counted: Counted) -> MetricsResponse:
+def build_metrics(request_id: str, metrics_time: Moment, viewer: Viewer, inputs: Counted) -> MetricsResponse:
     """Return the answer: everything, or what is the viewer's own."""
-    return _everything(request_id, moment, counted) if viewer.sees_all else _own(request_id, moment, viewer, counted)
+    return _all_metrics(request_id, metrics_time, inputs) if viewer.can_see_all else _tenant_metrics(request_id, metrics_time, viewer, inputs)
 
 
-def _everything(request_id: str, moment: Moment, counted: Counted) -> MetricsResponse:
+def _all_metrics(request_id: str, metrics_time: Moment, inputs: Counted) -> MetricsResponse:
     return MetricsResponse(
         id=request_id,
         version=VERSION,
-        state=moment.state,
-        uptime_s=moment.uptime,
-        seconds_bounds=SECONDS,
-        rows_bounds=ROWS,
+        state=metrics_time.state,
+        uptime_s=metrics_time.uptime_s,
+        seconds_bounds=SECONDS_BOUNDS,
+        rows_bounds=ROWS_BOUNDS,
         models=tuple(
-            _model(model, counted.meters, counted.footings.get(model.name, _UNKNOWN), moment)
-            for model in counted.models
+            _model_metrics(model, inputs.counter_registry, inputs.footprints.get(model.name, _UNKNOWN_FOOTPRINT), metrics_time)
+            for model in inputs.models
         ),
-        tenants=told(counted.tenants, counted.accounts, waiting(counted.models)),
-        held_bytes=counted.held_bytes,
-        max_memory_bytes=counted.max_memory_bytes,
-        dropped=counted.totals.dropped,
-        reloads=ReloadCounts(counted.totals.reloads, counted.totals.refused_reloads),
-        pss_bytes=counted.pss_bytes,
+        tenants=tenant_statuses(inputs.tenants, inputs.usage_table, queued_counts(inputs.models)),
+        held_bytes=inputs.buffered_bytes,
+        max_memory_bytes=inputs.max_buffered_bytes,
+        dropped=inputs.daemon_counters.dropped_responses,
+        reloads=ReloadCounts(inputs.daemon_counters.reloads, inputs.daemon_counters.refused_reloads),
+        pss_bytes=inputs.pss_bytes,
     )
 
 
-def _model(model: Model, meters: Meters, footing: Footing, moment: Moment) -> ModelMetrics:
-    meter, main, desk = meters.of(model.name), model.main_generation, model.dispatcher
+def _model_metrics(model: Model, counter_registry: Meters, footprint: Footing, metrics_time: Moment) -> ModelMetrics:
+    counters, main_generation, dispatcher = counter_registry.counters_of(model.name), model.main_generation, model.dispatcher
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
         state=model.state.display_name,
-        ready=_is_ready(model, moment),
-        generation=main.number,
-        sha256=main.sha256,
-        queued=desk.scheduler.line.count,
-        running=desk.scheduler.seats.running,
-        processes=_processes(model.generations),
-        executions=meter.compute.count,
-        deaths=meter.deaths,
-        restarts=meter.restarts,
-        canary_failures=meter.canary_failures,
-        mismatches=meter.mismatches,
-        quarantined=desk.guard.quarantine.count(moment.now),
-        request_seconds=meter.requests.told(),
-        queue_seconds=meter.queue.told(),
-        compute_seconds=meter.compute.told(),
-        job_rows=meter.rows.told(),
-        pss_bytes=footing.pss,
-        shared_bytes=footing.shared,
-        saved_bytes=footing.saved,
-        copy_bytes=footing.copy,
+        ready=_is_ready(model, metrics_time),
+        generation=main_generation.number,
+        sha256=main_generation.sha256,
+        queued=dispatcher.scheduler.queue.count,
+        running=dispatcher.scheduler.slots.running_count,
+        processes=_process_counts(model.generations),
+        executions=counters.compute.count,
+        deaths=counters.deaths,
+        restarts=counters.restarts,
+        canary_failures=counters.canary_failures,
+        mismatches=counters.mismatches,
+        quarantined=dispatcher.fault_isolator.quarantine.count(metrics_time.now),
+        request_seconds=counters.requests.to_histogram(),
+        queue_seconds=counters.queue.to_histogram(),
+        compute_seconds=counters.compute.to_histogram(),
+        job_rows=counters.rows.to_histogram(),
+        pss_bytes=footprint.pss_bytes,
+        shared_bytes=footprint.shared_bytes,
+        saved_bytes=footprint.saved_bytes,
+        copy_bytes=footprint.copy_bytes,
         max_queue=model.config.max_queue,
     )
 
 
-def _processes(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
-    there = Counter(
+def _process_counts(generations: Iterable[Life]) -> tuple[ProcessCount, ...]:
+    counts = Counter(
         (role_of(generation, child), child.state.display_name) for generation in generations for child in generation.alive()
     )
-    counted = sorted(there.items())[: limits.MAX_PROCESS_COUNTS]
-    return tuple(ProcessCount(role, state, count) for (role, state), count in counted)
+    items = sorted(counts.items())[: limits.MAX_PROCESS_COUNTS]
+    return tuple(ProcessCount(role, state, count) for (role, state), count in items)
 
 
 def role_of(generation: Life, child: Child) -> str:
@@ -140,24 +140,24 @@ def role_of(generation: Life, child: Child) -> str:
     return "spare" if is_spare else child.role.value
 
 
-def _is_ready(model: Model, moment: Moment) -> bool:
-    return moment.state == "running" and not model.unready_reason(moment.now)
+def _is_ready(model: Model, metrics_time: Moment) -> bool:
+    return metrics_time.state == "running" and not model.unready_reason(metrics_time.now)
 
 
-def _own(request_id: str, moment: Moment, viewer: Viewer, counted: Counted) -> MetricsResponse:
+def _tenant_metrics(request_id: str, metrics_time: Moment, viewer: Viewer, inputs: Counted) -> MetricsResponse:
     """Nothing of anybody else: the models that there are for a tenant, and its account."""
     tenant = viewer.tenant
-    seen = [model for model in counted.models if tenant.sees(model.name)]
-    queued = waiting(seen)
+    visible_models = [model for model in inputs.models if tenant.can_see(model.name)]
+    queued = queued_counts(visible_models)
     return MetricsResponse(
         id=request_id,
         version=VERSION,
-        state=moment.state,
-        uptime_s=moment.uptime,
+        state=metrics_time.state,
+        uptime_s=metrics_time.uptime_s,
         seconds_bounds=(),
         rows_bounds=(),
-        models=tuple(_own_model(model, tenant, queued, moment) for model in seen),
-        tenants=told([tenant], counted.accounts, queued, {model.name for model in seen}),
+        models=tuple(_tenant_model_metrics(model, tenant, queued, metrics_time) for model in visible_models),
+        tenants=tenant_statuses([tenant], inputs.usage_table, queued, {model.name for model in visible_models}),
         held_bytes=0,
         max_memory_bytes=0,
         dropped=0,
@@ -165,12 +165,12 @@ def _own(request_id: str, moment: Moment, viewer: Viewer, counted: Counted) -> M
     )
 
 
-def _own_model(model: Model, tenant: Tenant, queued: Queued, moment: Moment) -> ModelMetrics:
+def _tenant_model_metrics(model: Model, tenant: Tenant, queued: QueuedCounts, metrics_time: Moment) -> ModelMetrics:
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
         state=model.state.display_name,
-        ready=_is_ready(model, moment),
+        ready=_is_ready(model, metrics_time),
         generation=0,
         sha256="",
         queued=queued.get((tenant.name, model.name), 0),
@@ -182,8 +182,8 @@ def _own_model(model: Model, tenant: Tenant, queued: Queued, moment: Moment) -> 
         canary_failures=0,
         mismatches=0,
         quarantined=0,
-        request_seconds=_NOTHING,
-        queue_seconds=_NOTHING,
-        compute_seconds=_NOTHING,
-        job_rows=_NOTHING,
+        request_seconds=_EMPTY_HISTOGRAM,
+        queue_seconds=_EMPTY_HISTOGRAM,
+        compute_seconds=_EMPTY_HISTOGRAM,
+        job_rows=_EMPTY_HISTOGRAM,
     )

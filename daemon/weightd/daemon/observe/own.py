@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from weightd.daemon.models.model import Model
-from weightd.daemon.observe.tenants import Queued, told, waiting
+from weightd.daemon.observe.tenants import QueuedCounts, tenant_statuses, queued_counts
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.messages.status import ModelStatus, StatusResponse
 from weightd.protocol.version import VERSION
 
 
-def own_report(
-    request_id: str, state: str, uptime: float, tenant: Tenant, models: list[Model], accounts: Accounts
+def build_tenant_status(
+    request_id: str, state: str, uptime_s: float, tenant: Tenant, models: list[Model], usage_table: Accounts
 ) -> StatusResponse:
     """Return the answer to its question: no processes, no paths, no memory, nobody else; `models`: all there are."""
-    seen = [model for model in models if tenant.sees(model.name)]
-    queued = waiting(seen)
+    visible_models = [model for model in models if tenant.can_see(model.name)]
+    queued = queued_counts(visible_models)
     return StatusResponse(
         id=request_id,
         version=VERSION,
         state=state,
         pid=0,
-        uptime_s=uptime,
+        uptime_s=uptime_s,
         pss_bytes=0,
-        models=tuple(_model(model, tenant, accounts, queued) for model in seen),
-        tenants=told([tenant], accounts, queued, {model.name for model in seen}),
+        models=tuple(_model_status(model, tenant, usage_table, queued) for model in visible_models),
+        tenants=tenant_statuses([tenant], usage_table, queued, {model.name for model in visible_models}),
     )
 
 
-def _model(model: Model, tenant: Tenant, accounts: Accounts, queued: Queued) -> ModelStatus:
-    account = accounts.of(tenant.name, model.name)
+def _model_status(model: Model, tenant: Tenant, usage_table: Accounts, queued: QueuedCounts) -> ModelStatus:
+    usage = usage_table.usage_of(tenant.name, model.name)
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
         path="",
         state=model.state.display_name,
         queued=queued.get((tenant.name, model.name), 0),
-        served=account.served,
-        failed=account.failed,
+        served=usage.served,
+        failed=usage.refused_total,
         generations=(),
     )

@@ -13,20 +13,20 @@ from weightd.daemon.requests.signature import Waiter
 from weightd.protocol.errors import ResourceExhausted
 
 # Of one user, and of all: each answer may cost milliseconds.
-MAX_OF_USER = 8
-MAX_WAITING = 16
+MAX_PER_USER = 8
+MAX_PENDING = 16
 
 # Of the loop's time, for the questions of one user.
-SHARE = 0.1
+LOOP_SHARE = 0.1
 
 # So much of it a user can have at once who has asked for little: nobody who asks now and then waits.
 BURST_S = 0.1
 
 
-class _Question(NamedTuple):
+class _PendingReport(NamedTuple):
     """A question that waits; `step` does a part of the work, and returns whether it has sent the answer."""
 
-    asker: Waiter
+    requester: Waiter
     step: Callable[[], bool]
 
 
@@ -42,66 +42,66 @@ class Reports:
     def __init__(
         self,
         loop: Loop,
-        refuse: Callable[[Waiter, ResourceExhausted], object],
-        now: Callable[[], float] = clock.now,
+        reject: Callable[[Waiter, ResourceExhausted], object],
+        get_time: Callable[[], float] = clock.now,
     ) -> None:
         self._loop = loop
-        self._refuse = refuse
-        self._now = now
-        self._waiting: list[_Question] = []
-        self._of_user = Counter[str]()
+        self._reject = reject
+        self._get_time = get_time
+        self._pending: list[_PendingReport] = []
+        self._counts_by_user = Counter[str]()
         # By user: when the share of the loop's time makes up for all that it has had.
-        self._settled: dict[str, float] = {}
+        self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
-    def ask(self, asker: Waiter, step: Callable[[], bool]) -> None:
+    def add(self, requester: Waiter, step: Callable[[], bool]) -> None:
         """Answer a question by steps; past `MAX_WAITING` the user that has most of them has one refused.
 
         Raises:
             ResourceExhausted: the user has `MAX_OF_USER` already.
         """
-        if self._of_user[asker.user] == MAX_OF_USER:
-            text = f"{MAX_OF_USER} questions of this user for status, metrics and events wait already"
-            raise ResourceExhausted(text, retry_after=self._after(asker))
-        self._waiting.append(_Question(asker, step))
-        self._of_user[asker.user] += 1
+        if self._counts_by_user[requester.user] == MAX_PER_USER:
+            text = f"{MAX_PER_USER} questions of this user for status, metrics and events wait already"
+            raise ResourceExhausted(text, retry_after=self._retry_after_s(requester))
+        self._pending.append(_PendingReport(requester, step))
+        self._counts_by_user[requester.user] += 1
         self._loop.call_soon(self.step)
-        if len(self._waiting) > MAX_WAITING:
-            last = self._crowding()
-            self._end(last)
-            text = f"{MAX_WAITING} questions for status, metrics and events wait already, most of them of this user"
-            self._refuse(last.asker, ResourceExhausted(text, retry_after=self._after(last.asker)))
+        if len(self._pending) > MAX_PENDING:
+            last = self._next_to_evict()
+            self._remove(last)
+            text = f"{MAX_PENDING} questions for status, metrics and events wait already, most of them of this user"
+            self._reject(last.requester, ResourceExhausted(text, retry_after=self._retry_after_s(last.requester)))
 
     def step(self) -> None:
         """Do a step for the user that has had least, if one is due."""
-        if not self._waiting:
+        if not self._pending:
             return
-        began = self._now()
-        self._settled = {user: at for user, at in self._settled.items() if at > began}
-        question = min(self._waiting, key=lambda each: self._settled.get(each.asker.user, 0.0))
-        user = question.asker.user
-        due = self._settled.get(user, 0.0) - BURST_S / SHARE
-        if due > began:
-            self.timer.set(due)
+        started_at = self._get_time()
+        self._paid_until = {user: at for user, at in self._paid_until.items() if at > started_at}
+        pending = min(self._pending, key=lambda each: self._paid_until.get(each.requester.user, 0.0))
+        user = pending.requester.user
+        due_at = self._paid_until.get(user, 0.0) - BURST_S / LOOP_SHARE
+        if due_at > started_at:
+            self.timer.set(due_at)
             return
-        if question.step():
-            self._end(question)
-        self._settled[user] = max(began, self._settled.get(user, 0.0)) + (self._now() - began) / SHARE
-        if self._waiting:
+        if pending.step():
+            self._remove(pending)
+        self._paid_until[user] = max(started_at, self._paid_until.get(user, 0.0)) + (self._get_time() - started_at) / LOOP_SHARE
+        if self._pending:
             self._loop.call_soon(self.step)
 
-    def _end(self, question: _Question) -> None:
-        self._waiting.remove(question)
-        self._of_user[question.asker.user] -= 1
-        if not self._of_user[question.asker.user]:
-            del self._of_user[question.asker.user]
+    def _remove(self, pending: _PendingReport) -> None:
+        self._pending.remove(pending)
+        self._counts_by_user[pending.requester.user] -= 1
+        if not self._counts_by_user[pending.requester.user]:
+            del self._counts_by_user[pending.requester.user]
 
-    def _crowding(self) -> _Question:
+    def _next_to_evict(self) -> _PendingReport:
         """Return which one gives way: the last one of the client that has most, of the user that has most."""
-        by_client = Counter(each.asker.client for each in self._waiting)
-        of_user = self._of_user
-        return max(reversed(self._waiting), key=lambda each: (of_user[each.asker.user], by_client[each.asker.client]))
+        by_client = Counter(each.requester.client for each in self._pending)
+        by_user = self._counts_by_user
+        return max(reversed(self._pending), key=lambda each: (by_user[each.requester.user], by_client[each.requester.client]))
 
-    def _after(self, asker: Waiter) -> float:
+    def _retry_after_s(self, requester: Waiter) -> float:
         """Return after how many seconds another question of a user is likely to be answered."""
-        return max(BURST_S, self._settled.get(asker.user, 0.0) - BURST_S / SHARE - self._now())
+        return max(BURST_S, self._paid_until.get(requester.user, 0.0) - BURST_S / LOOP_SHARE - self._get_time())

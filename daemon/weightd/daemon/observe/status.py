@@ -22,10 +22,10 @@ from weightd.daemon.models import rows
 from weightd.daemon.models.budget import Device
 from weightd.daemon.models.model import Model
 from weightd.daemon.models.pace import Share
-from weightd.daemon.observe.loading import NOTHING
+from weightd.daemon.observe.loading import NO_PROGRESS
 from weightd.daemon.observe.metrics import role_of
 from weightd.daemon.observe.survey import Survey
-from weightd.daemon.observe.tenants import told, waiting
+from weightd.daemon.observe.tenants import tenant_statuses, queued_counts
 from weightd.daemon.requests.tally import Tally
 from weightd.daemon.tenants.accounts import Accounts
 from weightd.daemon.tenants.tenant import Tenant
@@ -83,123 +83,123 @@ class Subject(NamedTuple):
     processes: Mapping[str, Process]
     files: Mapping[str, GenerationFiles]
     dropped: int
-    held_bytes: int
-    max_memory_bytes: int
-    own_pids: Iterable[int]
-    note: str
-    gates: Iterable[Gate] = ()
+    buffered_bytes: int
+    max_buffered_bytes: int
+    daemon_pids: Iterable[int]
+    config_note: str
+    zmq_proxies: Iterable[Gate] = ()
     fork_servers: Iterable[ForkServer] = ()
     tenants: Sequence[Tenant] = ()
-    accounts: Accounts = Accounts()
-    share: Callable[[str], Share] = lambda _: NOTHING
+    usage_table: Accounts = Accounts()
+    load_progress: Callable[[str], Share] = lambda _: NO_PROGRESS
 
 
-def report(survey: Survey, state: str, uptime: float, subject: Subject) -> StatusResponse:
+def build_status(memory_scan: Survey, state: str, uptime_s: float, inputs: Subject) -> StatusResponse:
     """Return the answer to a status request, with the memory that `survey` has read."""
-    tenants = subject.tenants
+    tenants = inputs.tenants
     return StatusResponse(
-        id=survey.request_id,
+        id=memory_scan.request_id,
         version=VERSION,
         state=state,
         pid=os.getpid(),
-        uptime_s=uptime,
-        pss_bytes=sum(survey.pss(pid) or 0 for pid in subject.own_pids),
-        models=tuple(_model(model, survey, subject) for model in subject.models),
-        devices=tuple(_device(device) for device in subject.devices if not is_cpu(device.name)),
-        dropped=subject.dropped,
-        memory=survey.measured.get("group", cgroup.memory),
-        note=clip(subject.note),
-        held_bytes=subject.held_bytes,
-        max_memory_bytes=subject.max_memory_bytes,
+        uptime_s=uptime_s,
+        pss_bytes=sum(memory_scan.pss_bytes(pid) or 0 for pid in inputs.daemon_pids),
+        models=tuple(_model_status(model, memory_scan, inputs) for model in inputs.models),
+        devices=tuple(_device_status(device) for device in inputs.devices if not is_cpu(device.name)),
+        dropped=inputs.dropped,
+        memory=memory_scan.cache.get("group", cgroup.memory),
+        note=clip(inputs.config_note),
+        held_bytes=inputs.buffered_bytes,
+        max_memory_bytes=inputs.max_buffered_bytes,
         gates=tuple(
-            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, survey.pss(each.pid))
-            for each in subject.gates
+            GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid))
+            for each in inputs.zmq_proxies
         ),
-        fork_servers=tuple(_fork_server(each, survey, subject.processes) for each in subject.fork_servers),
-        tenants=told(tenants, subject.accounts, waiting(subject.models)) if tenants else (),
+        fork_servers=tuple(_fork_server_status(each, memory_scan, inputs.processes) for each in inputs.fork_servers),
+        tenants=tenant_statuses(tenants, inputs.usage_table, queued_counts(inputs.models)) if tenants else (),
     )
 
 
-def _model(model: Model, survey: Survey, subject: Subject) -> ModelStatus:
+def _model_status(model: Model, memory_scan: Survey, inputs: Subject) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         engine=model.config.engine,
         path=clip(model.source.path),
         state=model.state.display_name,
-        queued=model.dispatcher.scheduler.line.count,
+        queued=model.dispatcher.scheduler.queue.count,
         served=model.dispatcher.latencies.count,
-        failed=model.dispatcher.failed,
+        failed=model.dispatcher.failed_count,
         generations=tuple(
-            _generation(model, generation, survey, subject)
+            _generation_status(model, generation, memory_scan, inputs)
             for generation in model.generations[: limits.MAX_GENERATIONS]
         ),
         p50_us=model.dispatcher.latencies.percentile_us(50),
         p99_us=model.dispatcher.latencies.percentile_us(99),
         deaths=model.deaths,
-        quarantined=model.dispatcher.guard.quarantine.count(clock.now()),
-        note=clip(_note(model)),
+        quarantined=model.dispatcher.fault_isolator.quarantine.count(clock.now()),
+        note=clip(_model_note(model)),
         weights=clip(model.source.weights),
-        executions=_executions(model.dispatcher.scheduler.tally),
+        executions=_executions_status(model.dispatcher.scheduler.execution_counters),
         group=model.config.group.name if model.config.group is not None else "",
         retry_s=model.retry_delay_s(clock.now()),
     )
 
 
-def _executions(tally: Tally) -> ExecutionsStatus:
-    histogram = tuple(RowsCount(max_rows, count) for max_rows, count in tally.rows.items())
-    return ExecutionsStatus(tally.executions, histogram, tally.padded, tally.cuts, tally.again)
+def _executions_status(execution_counters: Tally) -> ExecutionsStatus:
+    histogram = tuple(RowsCount(max_rows, count) for max_rows, count in execution_counters.batches_by_rows.items())
+    return ExecutionsStatus(execution_counters.executions, histogram, execution_counters.padded_rows, execution_counters.split_requests, execution_counters.retried_items)
 
 
-def _note(model: Model) -> str:
-    suspects = ", ".join(model.dispatcher.guard.suspects.names(clock.now()))
-    blame = f"workers were lost to requests of {suspects}" if suspects else ""
-    renewing = [each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced]
-    renewal = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in renewing if cause))
-    return "; ".join(each for each in (model.note, renewal, blame) if each)
+def _model_note(model: Model) -> str:
+    offenders = ", ".join(model.dispatcher.fault_isolator.offenses.confined_names(clock.now()))
+    offense_text = f"workers were lost to requests of {offenders}" if offenders else ""
+    being_replaced = [each.cause for each in model.deployments if each.serving is not None and each.serving.should_be_replaced]
+    replacement_text = "; ".join(dict.fromkeys(f"cannot be loaded anew: {cause}" for cause in being_replaced if cause))
+    return "; ".join(each for each in (model.note, replacement_text, offense_text) if each)
 
 
-def _generation(
+def _generation_status(
     model: Model,
     generation: Life,
-    survey: Survey,
-    subject: Subject,
+    memory_scan: Survey,
+    inputs: Subject,
 ) -> GenerationStatus:
-    processes, files = subject.processes, subject.files.get(generation.label)
-    share = subject.share(generation.label)
+    processes, files = inputs.processes, inputs.files.get(generation.label)
+    progress = inputs.load_progress(generation.label)
     children = [child for child in generation.alive() if child.name in processes]
-    shared = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
+    shared_bytes = sum(child.shared_bytes for child in children if child.role is Role.WORKER)
     if is_cpu(generation.device) and not (generation.built is not None and generation.built.is_template):
-        copy = 0 if files is None else survey.measured.get(files.store, functools.partial(resident_bytes, files.store))
+        copy_bytes = 0 if files is None else memory_scan.cache.get(files.store, functools.partial(resident_bytes, files.store))
     else:
-        copy = generation.built.shared_bytes if generation.built else 0
+        copy_bytes = generation.built.shared_bytes if generation.built else 0
     return GenerationStatus(
         number=generation.number,
         device=generation.device,
         state=generation.state.display_name,
-        progress=_progress(generation, share),
+        progress=_progress_text(generation, progress),
         cause=clip(generation.cause),
         sha256=generation.sha256,
-        copy_bytes=copy,
+        copy_bytes=copy_bytes,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
-        saved_bytes=None if copy is None else max(0, shared - copy) if copy else 0,
-        canary=clip(describe_selftest(_built(model, generation))),
-        processes=tuple(_process(model, generation, child, processes[child.name].pid, survey) for child in children),
+        saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
+        canary=clip(describe_selftest(_find_built(model, generation))),
+        processes=tuple(_process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
         rows=clip(rows.describe_batching(model.config, generation)),
-        done=share.fraction_done,
-        left_s=share.remaining_s,
+        done=progress.fraction_done,
+        left_s=progress.remaining_s,
         max_rows=rows.max_rows(model.config, generation),
     )
 
 
-def _progress(generation: Life, share: Share) -> str:
+def _progress_text(generation: Life, progress: Share) -> str:
     """What it is doing; how much of its files is there, where that is all that is known of how long it takes."""
-    if share.fraction_done is not None or share.fraction_copied is None:
+    if progress.fraction_done is not None or progress.fraction_copied is None:
         return generation.progress
-    return f"{generation.progress}, {loading.percent(share.fraction_copied)} % copied"
+    return f"{generation.progress}, {loading.percent(progress.fraction_copied)} % copied"
 
 
-def _built(model: Model, generation: Life) -> Built | None:
+def _find_built(model: Model, generation: Life) -> Built | None:
     """What a generation has told of this model: its process may have others, too."""
     group = model.config.group
     if group is None or not isinstance(generation, Unit):
@@ -207,8 +207,8 @@ def _built(model: Model, generation: Life) -> Built | None:
     return generation.models[group.models.index(model.name)] if generation.models else None
 
 
-def _process(model: Model, generation: Life, child: Child, pid: int, survey: Survey) -> ProcessStatus:
-    latencies = model.dispatcher.by_process.get(child.name)
+def _process_status(model: Model, generation: Life, child: Child, pid: int, memory_scan: Survey) -> ProcessStatus:
+    latencies = model.dispatcher.latencies_by_process.get(child.name)
     hello = child.hello
     return ProcessStatus(
         name=child.name,
@@ -216,14 +216,14 @@ def _process(model: Model, generation: Life, child: Child, pid: int, survey: Sur
         state=child.state.display_name,
         pid=pid,
         served=latencies.count if latencies else 0,
-        in_flight=model.dispatcher.scheduler.seats.in_flight(child.name),
+        in_flight=model.dispatcher.scheduler.slots.in_flight(child.name),
         p50_us=latencies.percentile_us(50) if latencies else None,
         p99_us=latencies.percentile_us(99) if latencies else None,
-        pss_bytes=survey.pss(pid),
+        pss_bytes=memory_scan.pss_bytes(pid),
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
-        own_bytes=survey.own(pid),
-        anonymous_bytes=survey.anonymous(pid),
+        own_bytes=memory_scan.private_bytes(pid),
+        anonymous_bytes=memory_scan.anonymous_bytes(pid),
         origin=hello.origin if hello is not None else None,
         origin_note=clip(hello.origin_note) if hello is not None else "",
         device=child.device,
@@ -232,22 +232,22 @@ def _process(model: Model, generation: Life, child: Child, pid: int, survey: Sur
     )
 
 
-def _fork_server(server: ForkServer, survey: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
+def _fork_server_status(server: ForkServer, memory_scan: Survey, processes: Mapping[str, Process]) -> ForkServerStatus:
     process = processes.get(server.name)
     pid = process.pid if process is not None else 0
-    return ForkServerStatus(server.engine, clip(server.python), pid, server.fork_count, survey.pss(pid), clip(server.reason))
+    return ForkServerStatus(server.engine, clip(server.python), pid, server.fork_count, memory_scan.pss_bytes(pid), clip(server.reason))
 
 
-def _device(device: Device) -> DeviceStatus:
-    needs = device.reserved.values()
+def _device_status(device: Device) -> DeviceStatus:
+    reservations = device.reserved.values()
     return DeviceStatus(
         name=device.name,
         processes=device.process_count,
         max_processes=device.max_processes or 0,
-        weights_bytes=sum(need.copy_count * card_bytes(need.weight_bytes) for need in needs),
-        process_bytes=sum(need.process_count * need.process_bytes for need in needs),
-        saved_bytes=sum((need.worker_count - need.copy_count) * card_bytes(need.weight_bytes) for need in needs),
+        weights_bytes=sum(need.copy_count * card_bytes(need.weight_bytes) for need in reservations),
+        process_bytes=sum(need.process_count * need.process_bytes for need in reservations),
+        saved_bytes=sum((need.worker_count - need.copy_count) * card_bytes(need.weight_bytes) for need in reservations),
         capacity_bytes=device.capacity_bytes,
         free_bytes=device.free_bytes,
-        buffer_bytes=sum(need.buffer_bytes for need in needs),
+        buffer_bytes=sum(need.buffer_bytes for need in reservations),
     )

@@ -49,30 +49,30 @@ class Survey:
 
     def __init__(self, request_id: str, pids: Iterable[int], measured: Measured) -> None:
         self.request_id = request_id
-        self.held: dict[int, Held | None] = {}
-        self.measured = measured
-        self._left = list(pids)
+        self.memory_by_pid: dict[int, Held | None] = {}
+        self.cache = measured
+        self._remaining_pids = list(pids)
 
     def step(self) -> bool:
         """Look at one process, and at those whose memory is known; return whether these were the last."""
         is_known = True
-        while self._left and is_known:
-            pid = self._left.pop()
-            is_known = self.measured.has(pid)
-            self.held[pid] = self.measured.get(pid, lambda: read_process_memory(pid))  # noqa: B023 - it is called at once
-        return not self._left
+        while self._remaining_pids and is_known:
+            pid = self._remaining_pids.pop()
+            is_known = self.cache.has(pid)
+            self.memory_by_pid[pid] = self.cache.get(pid, lambda: read_process_memory(pid))  # noqa: B023 - it is called at once
+        return not self._remaining_pids
 
-    def pss(self, pid: int) -> int | None:
+    def pss_bytes(self, pid: int) -> int | None:
         """Return the proportional set size that a process had; None where it is not known."""
-        held = self.held.get(pid)
-        return None if held is None else held.pss_bytes
+        process_memory = self.memory_by_pid.get(pid)
+        return None if process_memory is None else process_memory.pss_bytes
 
-    def own(self, pid: int) -> int | None:
+    def private_bytes(self, pid: int) -> int | None:
         """Return likewise what no other process had."""
-        held = self.held.get(pid)
-        return None if held is None else held.private_bytes
+        process_memory = self.memory_by_pid.get(pid)
+        return None if process_memory is None else process_memory.private_bytes
 
-    def anonymous(self, pid: int) -> int | None:
+    def anonymous_bytes(self, pid: int) -> int | None:
         """Return likewise what was no file's."""
-        held = self.held.get(pid)
-        return None if held is None else held.anonymous_bytes
+        process_memory = self.memory_by_pid.get(pid)
+        return None if process_memory is None else process_memory.anonymous_bytes

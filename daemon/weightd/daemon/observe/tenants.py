@@ -6,88 +6,88 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from weightd.daemon.models.model import Model
-from weightd.daemon.tenants.accounts import ELSEWHERE, Account, Accounts
+from weightd.daemon.tenants.accounts import OTHER_MODELS, Account, Accounts
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 from weightd.protocol.messages.accounts import AccountStatus, TenantStatus
 
 # Requests that wait, by tenant and model.
-Queued = Mapping[tuple[str, str], int]
+QueuedCounts = Mapping[tuple[str, str], int]
 
 
-def waiting(models: Iterable[Model]) -> Queued:
+def queued_counts(models: Iterable[Model]) -> QueuedCounts:
     """Return how many requests wait, by tenant and model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
-        for tenant, count in model.dispatcher.scheduler.line.counts.items():
+        for tenant, count in model.dispatcher.scheduler.queue.counts_by_tenant.items():
             queued[tenant.name, model.name] = count
     return queued
 
 
-def told(
-    tenants: Iterable[Tenant], accounts: Accounts, queued: Queued, names: Collection[str] | None = None
+def tenant_statuses(
+    tenants: Iterable[Tenant], usage_table: Accounts, queued: QueuedCounts, visible_models: Collection[str] | None = None
 ) -> tuple[TenantStatus, ...]:
     """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
 
     What is left out is in the sum of its tenant, so that nothing is missing. `names`: of no other models anything is
     told but that sum; None for all.
     """
-    there = list(tenants)
-    found = {tenant.name: dict(accounts.items(tenant.name)) for tenant in there}
-    every = [
+    tenant_list = list(tenants)
+    usages = {tenant.name: dict(usage_table.items(tenant.name)) for tenant in tenant_list}
+    candidates = [
         (name, model, each)
-        for name, models in found.items()
+        for name, models in usages.items()
         for model, each in models.items()
-        if model != ELSEWHERE and (names is None or model in names)
+        if model != OTHER_MODELS and (visible_models is None or model in visible_models)
     ]
-    every.sort(key=lambda each: each[2].requests, reverse=True)
+    candidates.sort(key=lambda each: each[2].requests, reverse=True)
     # A tenant has a sum beside them.
-    room = limits.MAX_ACCOUNTS - len(there)
-    listed = {(name, model) for name, model, _ in every[:room]}
-    summed = Counter(name for name, _, _ in every[room:])
-    shares = accounts.shares()
+    max_listed = limits.MAX_ACCOUNTS - len(tenant_list)
+    listed = {(name, model) for name, model, _ in candidates[:max_listed]}
+    merged_counts = Counter(name for name, _, _ in candidates[max_listed:])
+    shares = usage_table.shares()
     return tuple(
         TenantStatus(
             tenant.name,
             tenant.config.weight,
-            _accounts(tenant.name, found[tenant.name], listed, queued),
+            _account_statuses(tenant.name, usages[tenant.name], listed, queued),
             shares.get(tenant.name) if shares else None,
-            summed[tenant.name],
+            merged_counts[tenant.name],
         )
-        for tenant in there
+        for tenant in tenant_list
     )
 
 
-def _accounts(
-    name: str, accounts: Mapping[str, Account], listed: Collection[tuple[str, str]], queued: Queued
+def _account_statuses(
+    name: str, usages: Mapping[str, Account], listed: Collection[tuple[str, str]], queued: QueuedCounts
 ) -> tuple[AccountStatus, ...]:
-    others = Account()
-    queued_there = 0
-    shown: list[AccountStatus] = []
-    for model, usage in accounts.items():
+    merged = Account()
+    merged_queued = 0
+    statuses: list[AccountStatus] = []
+    for model, usage in usages.items():
         if (name, model) in listed:
-            shown.append(_account(model, usage, queued.get((name, model), 0)))
+            statuses.append(_account_status(model, usage, queued.get((name, model), 0)))
         else:
-            others.add(usage)
-            others.in_flight += usage.in_flight
-            queued_there += queued.get((name, model), 0)
-    if not others.is_blank:
-        shown.append(_account(ELSEWHERE, others, queued_there))
-    return tuple(shown)
+            merged.add(usage)
+            merged.in_flight += usage.in_flight
+            merged_queued += queued.get((name, model), 0)
+    if not merged.is_empty:
+        statuses.append(_account_status(OTHER_MODELS, merged, merged_queued))
+    return tuple(statuses)
 
 
-def _account(model: str, account: Account, queued: int) -> AccountStatus:
+def _account_status(model: str, usage: Account, queued: int) -> AccountStatus:
     return AccountStatus(
         model,
-        account.requests,
-        account.served,
-        account.rows,
-        account.seat_seconds,
-        account.waited_seconds,
-        account.bytes_in,
-        account.bytes_out,
-        account.in_flight,
+        usage.requests,
+        usage.served,
+        usage.rows,
+        usage.seat_seconds,
+        usage.waited_seconds,
+        usage.bytes_in,
+        usage.bytes_out,
+        usage.in_flight,
         queued,
-        dict(account.refused),
-        account.deaths,
+        dict(usage.refused),
+        usage.deaths,
     )

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from weightd.daemon.requests.request import Request
-from weightd.daemon.requests.waiting import Levels, Queue, Waiting, turn
+from weightd.daemon.requests.waiting import Levels, Queue, TenantQueue, sort_key
 from weightd.daemon.tenants.tenant import Tenant
 
 # Of who has none.
-_NOTHING = Queue()
+_EMPTY = Queue()
 
 
 class ByTenant:
@@ -22,25 +22,25 @@ class ByTenant:
         changed: called with a tenant that has something now and had nothing, and with one that has nothing any more.
     """
 
-    def __init__(self, levels: int, first: Waiting, changed: Callable[[Tenant], None]) -> None:
+    def __init__(self, levels: int, queue: TenantQueue, on_change: Callable[[Tenant], None]) -> None:
         self._levels = levels
-        self._changed = changed
-        self._queues: dict[Tenant, Waiting] = {}
-        if first.count:
-            self._queues[first.first.tenant] = first
+        self._on_change = on_change
+        self._queues: dict[Tenant, TenantQueue] = {}
+        if queue.count:
+            self._queues[queue.first.tenant] = queue
 
-    def of(self, tenant: Tenant) -> Waiting:
+    def queue_of(self, tenant: Tenant) -> TenantQueue:
         """Return what waits of a tenant."""
-        return self._queues.get(tenant, _NOTHING)
+        return self._queues.get(tenant, _EMPTY)
 
     @property
     def tenants(self) -> list[Tenant]:
         """Those that have something here."""
         return [*self._queues]
 
-    def sole(self) -> Waiting:
+    def single_queue(self) -> TenantQueue:
         """Return the queue of the only tenant that has something here, or an empty one."""
-        return next(iter(self._queues.values()), None) or waiting(self._levels)
+        return next(iter(self._queues.values()), None) or make_queue(self._levels)
 
     def last_of(self, tenant: Tenant) -> Request | None:
         """Return what has come last of a tenant's, None if nothing of it is there."""
@@ -51,7 +51,7 @@ class ByTenant:
         return itertools.chain(*self._queues.values())
 
     def __contains__(self, request: Request) -> bool:
-        return request in self.of(request.tenant)
+        return request in self.queue_of(request.tenant)
 
     @property
     def count(self) -> int:
@@ -66,7 +66,7 @@ class ByTenant:
     @property
     def first(self) -> Request:
         """The one that would run first if nobody's share mattered."""
-        return min((queue.first for queue in self._queues.values()), key=turn)
+        return min((queue.first for queue in self._queues.values()), key=sort_key)
 
     def append(self, request: Request) -> None:
         """Put a request at the end of its tenant's."""
@@ -80,34 +80,34 @@ class ByTenant:
     def remove(self, request: Request) -> None:
         """Take one out."""
         self._queues[request.tenant].remove(request)
-        self._tidy(request.tenant)
+        self._drop_if_empty(request.tenant)
 
-    def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
+    def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
         """Take out all that are `unfit`, at the cost of a look at each."""
-        return self._withdrawn([queue.withdraw(unfit) for queue in self._queues.values()])
+        return self._flatten_removed([queue.take_matching(should_take) for queue in self._queues.values()])
 
-    def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+    def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out a client's requests, or those of its requests that have this id."""
-        return self._withdrawn([queue.withdraw_of(client, request_id) for queue in self._queues.values()])
+        return self._flatten_removed([queue.take_of_client(client, request_id) for queue in self._queues.values()])
 
-    def _withdrawn(self, each: list[list[Request]]) -> list[Request]:
+    def _flatten_removed(self, removed: list[list[Request]]) -> list[Request]:
         for tenant in [*self._queues]:
-            self._tidy(tenant)
-        return [request for requests in each for request in requests]
+            self._drop_if_empty(tenant)
+        return [request for requests in removed for request in requests]
 
-    def _queue_for(self, tenant: Tenant) -> Waiting:
+    def _queue_for(self, tenant: Tenant) -> TenantQueue:
         queue = self._queues.get(tenant)
         if queue is None:
-            queue = self._queues[tenant] = waiting(self._levels)
-            self._changed(tenant)
+            queue = self._queues[tenant] = make_queue(self._levels)
+            self._on_change(tenant)
         return queue
 
-    def _tidy(self, tenant: Tenant) -> None:
+    def _drop_if_empty(self, tenant: Tenant) -> None:
         if not self._queues[tenant].count:
             del self._queues[tenant]
-            self._changed(tenant)
+            self._on_change(tenant)
 
 
-def waiting(levels: int) -> Waiting:
+def make_queue(levels: int) -> TenantQueue:
     """Return an empty queue."""
     return Queue() if levels == 1 else Levels(levels)

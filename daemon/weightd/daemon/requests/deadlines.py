@@ -8,7 +8,7 @@ import math
 from weightd.daemon.requests.request import Request
 
 # The heap is built anew when it has grown to twice its size after the last time, and by so many entries more.
-_LEAST_ENDED = 64
+_MIN_STALE_ENTRIES = 64
 
 
 class Deadlines:
@@ -20,7 +20,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int]] = []
-        self._clean_at = _LEAST_ENDED
+        self._rebuild_size = _MIN_STALE_ENTRIES
 
     def __len__(self) -> int:
         """Return how many entries the heap has, those of ended requests included."""
@@ -33,10 +33,10 @@ class Deadlines:
             return False
         self._requests[number] = request
         heapq.heappush(heap, (deadline, number))
-        if len(heap) > self._clean_at:
+        if len(heap) > self._rebuild_size:
             heap[:] = [(each.deadline, each.number) for each in self._requests.values()]
             heapq.heapify(heap)
-            self._clean_at = 2 * len(heap) + _LEAST_ENDED
+            self._rebuild_size = 2 * len(heap) + _MIN_STALE_ENTRIES
         return heap[0][1] == number
 
     def remove(self, request: Request) -> None:
@@ -44,14 +44,14 @@ class Deadlines:
         self._requests.pop(request.number, None)
 
     @property
-    def earliest(self) -> float:
+    def next_deadline(self) -> float:
         """A time before which no deadline passes, in monotonic seconds."""
         return self._heap[0][0] if self._heap else math.inf
 
-    def take_due(self, now: float, most: int) -> list[Request]:
+    def take_due(self, now: float, max_count: int) -> list[Request]:
         """Return up to `most` requests whose deadlines have passed, and watch them no more."""
         due: list[Request] = []
-        while self._heap and self._heap[0][0] <= now and len(due) < most:
+        while self._heap and self._heap[0][0] <= now and len(due) < max_count:
             request = self._requests.pop(heapq.heappop(self._heap)[1], None)
             if request is not None:
                 due.append(request)

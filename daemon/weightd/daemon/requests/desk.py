@@ -18,11 +18,11 @@ from weightd.daemon.requests.regions import Memory, Places
 from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.parties import Names
-from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
-from weightd.daemon.requests.scheduler import AT_ONCE, MOST_ENDED, Scheduler
+from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
+from weightd.daemon.requests.scheduler import AT_ONCE, MAX_ENDED_PER_TURN, Scheduler
 from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.shares import Clocks
-from weightd.daemon.requests.signature import Signature, Waiter, example
+from weightd.daemon.requests.signature import Signature, Waiter, example_shapes
 from weightd.daemon.requests.turns import MemberSeat, Turns
 from weightd.daemon.requests.validation import RowBounds
 from weightd.daemon.requests.writers import Writers
@@ -32,34 +32,34 @@ from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription
 
 # At what comes, before something runs that waits.
-_MOST_LOOKS = 64
+_MAX_GATHER_ROUNDS = 64
 
-Order = Callable[[str, ChildOrder, Sequence[Any], Sequence[Memory]], None]
+SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[Memory]], None]
 
 
 class Askers(Protocol):
     """What those have to be told who have asked something of a model."""
 
-    def answer(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
+    def reply_result(self, request: Request, result: Result, frames: Sequence[Any]) -> None:
         """Send the model's answer to the client."""
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def reply_request_error(self, request: Request, error: RequestError) -> None:
         """Send an error to the client."""
 
-    def gathered(self, request: Request, nbytes: int) -> None:
+    def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """So much more is kept of a request until it has ended.
 
         Raises:
             ResourceExhausted: there is no room for it.
         """
 
-    def released(self, request: Request) -> None:
+    def notify_released(self, request: Request) -> None:
         """Tell the client of a request that was still running at its end that nobody writes for it any more."""
 
-    def tell_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
+    def reply_metadata(self, client: bytes, metadata: ModelMetadataResponse) -> None:
         """Send a model's metadata to the client."""
 
-    def tell_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error to the client."""
 
 
@@ -86,40 +86,40 @@ class Desk:
         self,
         name: str,
         config: ModelConfig,
-        askers: Askers,
-        order: Order,
-        due_by: Callable[[float], object],
+        response_sink: Askers,
+        send_order: SendOrder,
+        schedule_by: Callable[[float], object],
         clocks: Clocks | None = None,
     ) -> None:
-        bounds = config.max_queue, config.max_queue_bytes, config.predict_timeout
+        queue_limits = config.max_queue, config.max_queue_bytes, config.predict_timeout
         levels, count = config.priority_levels, config.max_concurrency
-        self.scheduler = Scheduler(*bounds, due_by, levels=levels, clocks=clocks, count=count)
+        self.scheduler = Scheduler(*queue_limits, schedule_by, levels=levels, clocks=clocks, concurrency=count)
         self._deadlines = self.scheduler.deadlines
-        self.guard = Guard(config, self.scheduler, self.refuse, due_by)
-        self.signature = Signature(_bounds(config))
-        self.names = Names()
-        self.writers = Writers()
+        self.fault_isolator = Guard(config, self.scheduler, self.fail_request, schedule_by)
+        self.signature = Signature(_row_limits(config))
+        self.party_names = Names()
+        self.output_leases = Writers()
         self.latencies = Latencies()
-        self.by_process: dict[str, Latencies] = {}
-        self.failed = 0
-        self.meter = self.scheduler.seats.meter
+        self.latencies_by_process: dict[str, Latencies] = {}
+        self.failed_count = 0
+        self.counters = self.scheduler.slots.counters
         # Whether there is, or was, a seat whose processes compute together.
-        self._in_step = False
+        self._has_lockstep = False
         # Requests wait for those that have come with them, and there is news since that was last looked at.
-        self._looks = False
-        self._has_news = False
-        self._looked = 0
+        self._is_gathering = False
+        self._has_new = False
+        self._gather_rounds = 0
         # Requests that have been taken from the queue and from the seats, and still have to be refused.
-        self._ending: deque[tuple[Request, RequestError]] = deque()
-        self._due_by = due_by
+        self._pending_failures: deque[tuple[Request, RequestError]] = deque()
+        self._schedule_by = schedule_by
         self._name = name
         self._config = config
-        self._askers = askers
-        self._order = order
+        self._response_sink = response_sink
+        self._send_order = send_order
 
-    def count_with(self, meter: Meter) -> None:
+    def set_counters(self, meter: Meter) -> None:
         """From now on what becomes of requests is counted there."""
-        self.meter = self.scheduler.seats.meter = meter
+        self.counters = self.scheduler.slots.counters = meter
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -129,85 +129,85 @@ class Desk:
         Raises:
             RequestError: it is refused.
         """
-        request.description = self.signature.check(request.description)
-        self.scheduler.asks(request, now)
-        aside = False
-        if self.guard.has_to(request):
-            aside = self.guard.check(request, now)
-        if not aside and self.scheduler.seats.merging:
+        request.description = self.signature.check_request(request.description)
+        self.scheduler.on_request(request, now)
+        needs_check = False
+        if self.fault_isolator.needs_check(request):
+            needs_check = self.fault_isolator.check_request(request, now)
+        if not needs_check and self.scheduler.slots.merging:
             self._gather(request, now)
             return
-        started = None if aside else self.scheduler.start(request, now)
+        started = None if needs_check else self.scheduler.try_start(request, now)
         if started is None:
-            self.scheduler.submit(request, now, aside=aside)
-            self._tell_evicted()
+            self.scheduler.submit(request, now, needs_check=needs_check)
+            self._fail_evicted()
         else:
-            self._run(*started)
-        if self.scheduler.line.begun.count or self.scheduler.line.shared:
+            self._start_batch(*started)
+        if self.scheduler.queue.splitting.count or self.scheduler.queue.is_multi_tenant:
             self.dispatch(now)
 
-    def metadata(self, waiter: Waiter) -> None:
+    def request_metadata(self, request: Waiter) -> None:
         """Tell somebody what the model takes and gives, at once or when it is known.
 
         Raises:
             ResourceExhausted: too many wait, and most of them are this one's.
         """
-        refused = self.signature.ask(waiter, self._config.max_queue)
-        if refused is not None:
+        rejected = self.signature.add_request(request, self._config.max_queue)
+        if rejected is not None:
             error = ResourceExhausted(
                 f"{self._config.max_queue} requests wait for the metadata already, most of them of this client's user"
             )
-            if refused == waiter:
+            if rejected == request:
                 raise error
-            self._askers.tell_error(refused.client, refused.request_id, error)
-        self._tell_metadata()
+            self._response_sink.reply_error(rejected.client, rejected.request_id, error)
+        self._reply_metadata()
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
         """The client takes its request back."""
         error = Cancelled("taken back by the client")
-        self._end([(each, error) for each in self.scheduler.end_of(client, request_id)])
+        self._fail_all([(each, error) for each in self.scheduler.end_of_client(client, request_id)])
         self.dispatch(now)
 
-    def vanished(self, client: bytes, now: float) -> None:
+    def on_disconnect(self, client: bytes, now: float) -> None:
         """The client is gone: nobody waits for what it asked."""
-        self.signature.take_waiters(lambda request: request.client == client)
+        self.signature.take_requests(lambda request: request.client == client)
         error = Cancelled("its client is gone")
-        self._end([(each, error) for each in self.scheduler.end_of(client)])
+        self._fail_all([(each, error) for each in self.scheduler.end_of_client(client)])
         self.dispatch(now)
 
-    def shed(self, unfit: Callable[[Request], bool], error: RequestError, now: float) -> None:
+    def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
         """Refuse what waits and is `unfit`, all at once, as its memory is needed; what runs goes on."""
-        ending, self._ending = self._ending, deque()
-        for request, its_error in ending:
-            if unfit(request):
-                self.refuse(request, its_error)
+        pending, self._pending_failures = self._pending_failures, deque()
+        for request, its_error in pending:
+            if should_reject(request):
+                self.fail_request(request, its_error)
             else:
-                self._ending.append((request, its_error))
-        for request in self.scheduler.withdraw(unfit):
-            self.refuse(request, error)
+                self._pending_failures.append((request, its_error))
+        for request in self.scheduler.take_matching(should_reject):
+            self.fail_request(request, error)
         self.dispatch(now)
 
-    def turn_away(self, unfit: Callable[[bytes], bool], error: RequestError) -> None:
+    def reject_metadata_requests(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
         """Refuse who waits for the metadata and is `unfit`."""
-        for request in self.signature.take_waiters(lambda each: unfit(each.client)):
-            self._askers.tell_error(request.client, request.request_id, error)
+        for request in self.signature.take_requests(lambda each: should_reject(each.client)):
+            self._response_sink.reply_error(request.client, request.request_id, error)
 
     # --- from seats ---------------------------------------------------------------------------------------------
 
-    def enlist(self, process: str, *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1) -> None:
+    def add_slot(self, process: str, *, device: str = "", policy: RowTerms = NO_BATCHING, concurrency: int = 1) -> None:
         """The process is a seat that takes jobs from now on: see `Seat`."""
-        self.by_process[process] = Latencies()
-        self.scheduler.seats.enlist(process, (process,), device=device, terms=terms, concurrency=concurrency)
+        self.latencies_by_process[process] = Latencies()
+        self.scheduler.slots.add_new(process, (process,), device=device, policy=policy, concurrency=concurrency)
 
-    def enlist_ranks(
+    def add_rank_slot(
         self,
-        seat: str,
+        slot_name: str,
         lockstep: Lockstep,
         now: float,
         *,
-        others: Sequence[str] = (),
+        support_processes: Sequence[str] = (),
         device: str = "",
-        terms: RowTerms = WHOLE,
+        policy: RowTerms = NO_BATCHING,
     ) -> None:
         """The ranks of a model are one seat that takes jobs from now on. They are pinged, and never with the canary.
 
@@ -220,15 +220,15 @@ class Desk:
             device: where they run.
             terms: see `Seat`.
         """
-        self._in_step = True
+        self._has_lockstep = True
         # What one answers all have run.
-        self.by_process.update(dict.fromkeys((*lockstep.processes, *others), Latencies()))
+        self.latencies_by_process.update(dict.fromkeys((*lockstep.processes, *support_processes), Latencies()))
         for each in lockstep.processes:
-            self.guard.watchdog.watch(each, now, proves=False)
-        self.scheduler.seats.add(Seat(seat, lockstep.processes, device, terms, lockstep=lockstep, others=tuple(others)))
+            self.fault_isolator.watchdog.add(each, now, runs_selftest=False)
+        self.scheduler.slots.add(Seat(slot_name, lockstep.processes, device, policy, lockstep=lockstep, support_processes=tuple(support_processes)))
 
-    def enlist_member(
-        self, process: str, turns: Turns, member: int, now: float, *, device: str = "", terms: RowTerms = WHOLE
+    def add_shared_slot(
+        self, process: str, scheduler: Turns, model_index: int, now: float, *, device: str = "", policy: RowTerms = NO_BATCHING
     ) -> None:
         """The process, which serves several models in turn, takes jobs of this one from now on.
 
@@ -242,106 +242,106 @@ class Desk:
             device: where it runs.
             terms: see `Seat`.
         """
-        self.by_process[process] = Latencies()
-        self.guard.watchdog.watch(process, now, proves=False)
-        seat = MemberSeat(process, (process,), device, terms, member=member, turns=turns)
-        turns.join(seat, self.scheduler.seats, self.scheduler.line, self.dispatch)
+        self.latencies_by_process[process] = Latencies()
+        self.fault_isolator.watchdog.add(process, now, runs_selftest=False)
+        slot = MemberSeat(process, (process,), device, policy, model_index=model_index, scheduler=scheduler)
+        scheduler.add(slot, self.scheduler.slots, self.scheduler.queue, self.dispatch)
 
-    def dismiss(self, process: str) -> None:
+    def remove_slot(self, process: str) -> None:
         """Its seat gets nothing new, and nobody asks whether it still answers."""
-        self.scheduler.seats.dismiss(process)
-        for each in self.mates(process):
-            self.guard.watchdog.forget(each)
+        self.scheduler.slots.retire(process)
+        for each in self.slot_processes(process):
+            self.fault_isolator.watchdog.remove(each)
 
-    def result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> str:
+    def on_result(self, process: str, result: Result, frames: Sequence[Any], now: float) -> str:
         """A part of a job has been answered.
 
         Returns:
             Why the process has to be ended, and all of its seat, which is lost; "" if it has not.
         """
-        if self._in_step and (lockstep := self.scheduler.seats.lockstep_of(process)) is not None:
-            return self._told(process, result.request, lockstep.answered(process, result, frames), now)
-        if self.writers.begun:
-            self._release(self.writers.end(process, result.request))
-        part = self.scheduler.seats.finish(process, result.request, now)
-        if part is not None and part.cut is not None:
-            self._join(part, part.cut, process, result, frames, now)
-        elif part is not None:
-            self._answer(part.request, process, result, frames, now)
-        self.guard.watchdog.heard(process, now)
-        if not self.scheduler.line.is_still:
-            if self.scheduler.seats.merging:
-                self._look_on()
+        if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
+            return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
+        if self.output_leases.leases:
+            self._notify_released(self.output_leases.release(process, result.request))
+        item = self.scheduler.slots.finish(process, result.request, now)
+        if item is not None and item.split is not None:
+            self._add_partial_result(item, item.split, process, result, frames, now)
+        elif item is not None:
+            self._complete(item.request, process, result, frames, now)
+        self.fault_isolator.watchdog.on_message(process, now)
+        if not self.scheduler.queue.is_idle:
+            if self.scheduler.slots.merging:
+                self._schedule_dispatch()
             else:
                 self.dispatch(now)
         return ""
 
-    def done(self, process: str, number: int, now: float) -> str:
+    def on_done(self, process: str, number: int, now: float) -> str:
         """A rank has run a part, and another one has the outputs; return as `result` does."""
-        lockstep = self.scheduler.seats.lockstep_of(process)
+        lockstep = self.scheduler.slots.lockstep_of(process)
         if lockstep is None:
             # It was of a seat that is lost.
             return ""
-        return self._told(process, number, lockstep.done(process, number), now)
+        return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
-    def job_failed(self, process: str, failed: Failed, now: float) -> str:
+    def on_batch_failed(self, process: str, failed: Failed, now: float) -> str:
         """A part of a job has ended in an error, or a job of several, which run again alone then.
 
         Who leaves has lost what it had. Return as `result` does.
         """
-        if self._in_step and (lockstep := self.scheduler.seats.lockstep_of(process)) is not None:
-            outcome = Breach(f"{process}: {failed.error}") if failed.leaving else lockstep.refused(process, failed)
-            return self._told(process, failed.request, outcome, now)
-        self.guard.watchdog.heard(process, now)
-        self._release(self.writers.end(process, failed.request))
-        seat = self.scheduler.seats.of(process)
+        if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
+            outcome = Breach(f"{process}: {failed.error}") if failed.leaving else lockstep.on_failed(process, failed)
+            return self._on_outcome(process, failed.request, outcome, now)
+        self.fault_isolator.watchdog.on_message(process, now)
+        self._notify_released(self.output_leases.release(process, failed.request))
+        slot = self.scheduler.slots.slot_of(process)
         if failed.leaving:
-            self.guard.leaves(process, failed.request, now)
-            if seat is not None:
-                seat.lost()
-        job = seat.job_of(failed.request) if seat is not None else None
-        if job is not None and failed.leaving and job.sole is None:
-            job.keep_apart()
+            self.fault_isolator.on_leaving(process, failed.request, now)
+            if slot is not None:
+                slot.on_lost()
+        batch = slot.batch_of(failed.request) if slot is not None else None
+        if batch is not None and failed.leaving and batch.single_request is None:
+            batch.isolate_requests()
         else:
-            part = self.scheduler.seats.finish(process, failed.request, now)
-            if part is not None:
-                self.refuse(part.request, request_error(failed.code, failed.error))
+            item = self.scheduler.slots.finish(process, failed.request, now)
+            if item is not None:
+                self.fail_request(item.request, request_error(failed.code, failed.error))
         if failed.leaving:
-            self.scheduler.release(process)
+            self.scheduler.release_slot(process)
         else:
             self.dispatch(now)
         return ""
 
-    def skipped(self, process: str, number: int, now: float) -> str:
+    def on_cancelled(self, process: str, number: int, now: float) -> str:
         """A part of a job was taken back before that had begun; return as `result` does."""
-        if self._in_step and self.scheduler.seats.lockstep_of(process) is not None:
-            return self._told(process, number, Breach(f"{process}: has left out {number}"), now)
-        self._release(self.writers.end(process, number))
+        if self._has_lockstep and self.scheduler.slots.lockstep_of(process) is not None:
+            return self._on_outcome(process, number, Breach(f"{process}: has left out {number}"), now)
+        self._notify_released(self.output_leases.release(process, number))
         return ""
 
-    def broke(self, process: str, why: str, now: float) -> None:
+    def on_process_failed(self, process: str, reason: str, now: float) -> None:
         """A process can go on no more, for this reason, and its seat is lost with it."""
-        self.guard.broke(process, why, now)
+        self.fault_isolator.on_process_failed(process, reason, now)
 
-    def died(self, process: str, end: End, now: float) -> None:
+    def on_exit(self, process: str, exit_cause: End, now: float) -> None:
         """A process has ended, and with it its seat."""
-        self._release(self.writers.died(process))
-        self.guard.died(process, end, now)
-        self.guard.watchdog.forget(process)
-        self.by_process.pop(process, None)
+        self._notify_released(self.output_leases.release_process(process))
+        self.fault_isolator.on_exit(process, exit_cause, now)
+        self.fault_isolator.watchdog.remove(process)
+        self.latencies_by_process.pop(process, None)
 
-    def release(self, process: str) -> None:
+    def release_slot(self, process: str) -> None:
         """Its seat is lost, and what it had is not to blame: that waits again."""
-        self.scheduler.release(process)
+        self.scheduler.release_slot(process)
 
-    def mates(self, process: str) -> tuple[str, ...]:
+    def slot_processes(self, process: str) -> tuple[str, ...]:
         """Return all processes of its seat: who loses one of them has lost all."""
-        seat = self.scheduler.seats.of(process)
-        return (process,) if seat is None else seat.lives_on
+        slot = self.scheduler.slots.slot_of(process)
+        return (process,) if slot is None else slot.all_processes
 
     def has_answered(self, process: str) -> bool:
         """Whether the process has answered any request."""
-        latencies = self.by_process.get(process)
+        latencies = self.latencies_by_process.get(process)
         return latencies is not None and latencies.count > 0
 
     # --- from the model -----------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Desk:
     def reconfigure(self, config: ModelConfig) -> None:
         """Do as this configuration says, which differs in no bound and in no time from the one before."""
         self._config = config
-        self.signature.bound(_bounds(config))
+        self.signature.set_row_limits(_row_limits(config))
 
     def dispatch_gathered(self, now: float) -> None:
         """All that is known to have come has been taken in: have everything run that can.
@@ -358,266 +358,266 @@ class Desk:
         was something, and could go with it. Nothing is waited for; and looks have an end, for what comes may have ended
         at the next one.
         """
-        if self._has_news and self._looked < _MOST_LOOKS and self.scheduler.may_gather:
-            self._has_news = False
-            self._looked += 1
+        if self._has_new and self._gather_rounds < _MAX_GATHER_ROUNDS and self.scheduler.may_gather:
+            self._has_new = False
+            self._gather_rounds += 1
         else:
-            self._looks = False
-            self._looked = 0
+            self._is_gathering = False
+            self._gather_rounds = 0
             self.dispatch(now)
 
     def dispatch(self, now: float) -> None:
         """Have everything run that can; a seat hears what it need not run before it gets something in its place."""
         for slot, batch in self.scheduler.assign(now):
-            self._skip()
-            self._run(slot, batch)
-        self._skip()
+            self._cancel_recalled()
+            self._start_batch(slot, batch)
+        self._cancel_recalled()
 
-    def expire(self, now: float, explained: Callable[[RequestError], RequestError]) -> None:
+    def expire(self, now: float, explain_error: Callable[[RequestError], RequestError]) -> None:
         """Go on with ending requests, and end those whose deadlines have passed.
 
         The latter end with the error that `explained` makes of theirs.
         """
-        self._end_some()
+        self._fail_some()
         for request, error in self.scheduler.expire(now):
-            self.refuse(request, explained(error))
+            self.fail_request(request, explain_error(error))
 
-    def overdue(self, now: float) -> Iterator[tuple[str, str]]:
+    def overdue_processes(self, now: float) -> Iterator[tuple[str, str]]:
         """Yield each process whose seat computes for too long, with the reason to end it."""
-        for slot, reason in list(self.guard.overdue(now)):
+        for slot, reason in list(self.fault_isolator.take_overdue(now)):
             yield from ((process, reason) for process in slot.processes)
 
-    def silent(self, now: float) -> Iterator[str]:
+    def ping_idle(self, now: float) -> Iterator[str]:
         """Ping who has been idle; yield who has not answered the last one."""
-        for process, ping in list(self.guard.pings(now)):
+        for process, ping in list(self.fault_isolator.due_pings(now)):
             if ping is not None:
-                self._order(process, ping, (), ())
+                self._send_order(process, ping, (), ())
             else:
                 yield process
 
-    def learn(self, built: Built) -> None:
+    def on_built(self, built: Built) -> None:
         """It is known what the model takes: what waits and does not fit ends."""
-        self.signature.learn(built)
-        unfit = self.signature.refusals(list(self.scheduler.line))
-        gone = self.scheduler.withdraw(lambda each: each.number in unfit)
-        self._end([(each, unfit[each.number]) for each in gone])
-        self._tell_metadata()
+        self.signature.on_built(built)
+        errors = self.signature.check_waiting(list(self.scheduler.queue))
+        rejected = self.scheduler.take_matching(lambda each: each.number in errors)
+        self._fail_all([(each, errors[each.number]) for each in rejected])
+        self._reply_metadata()
 
-    def renew(self, built: Built | None) -> None:
+    def on_model_replaced(self, built: Built | None) -> None:
         """Another model is served, which may take more sizes; what killed the last one says nothing."""
-        self.guard.clear()
+        self.fault_isolator.clear()
         if built is not None:
-            self.signature.learn(built)
+            self.signature.on_built(built)
 
-    def adopt(self, old: Desk) -> Iterator[Request]:
+    def adopt_requests(self, old: Desk) -> Iterator[Request]:
         """Take over who waits at another desk for metadata; yield what waits there for an answer."""
-        old.guard.give_up()
-        for request in old.scheduler.give_up():
+        old.fault_isolator.fail_pending()
+        for request in old.scheduler.take_all_waiting():
             old.scheduler.deadlines.remove(request)
             yield request
-        self.signature.adopt(old.signature)
-        self.names = old.names
-        self._tell_metadata()
+        self.signature.adopt_requests(old.signature)
+        self.party_names = old.party_names
+        self._reply_metadata()
 
-    def refuse(self, request: Request, error: RequestError) -> None:
+    def fail_request(self, request: Request, error: RequestError) -> None:
         """End a request in an error."""
-        self.failed += 1
-        self.scheduler.end_whole(request)
+        self.failed_count += 1
+        self.scheduler.end_split(request)
         self._deadlines.remove(request)
-        request.running = bool(request.written)
-        self._askers.refuse(request, error)
+        request.may_still_write = bool(request.pending_writes)
+        self._response_sink.reply_request_error(request, error)
 
-    def give_up(self, error: RequestError) -> None:
+    def fail_waiting(self, error: RequestError) -> None:
         """End what waits."""
-        self.guard.give_up()
-        self._end([(each, error) for each in self.scheduler.give_up()])
+        self.fault_isolator.fail_pending()
+        self._fail_all([(each, error) for each in self.scheduler.take_all_waiting()])
 
     def close(self, error: RequestError) -> None:
         """Nobody will ever answer: end what waits, metadata included."""
-        self.give_up(error)
-        for client, request_id, _ in self.signature.take_waiters():
-            self._askers.tell_error(client, request_id, error)
+        self.fail_waiting(error)
+        for client, request_id, _ in self.signature.take_requests():
+            self._response_sink.reply_error(client, request_id, error)
 
-    def leave(self, now: float) -> None:
+    def hand_over(self, now: float) -> None:
         """The daemon ends before its workers: answer what has not been answered."""
-        self.guard.give_up()
+        self.fault_isolator.fail_pending()
         error = Unavailable("weightd is restarting")
-        self._end([(each, error) for each, _ in self.scheduler.end(lambda _: True)])
-        while self._ending:
-            self._end_some()
+        self._fail_all([(each, error) for each, _ in self.scheduler.end_matching(lambda _: True)])
+        while self._pending_failures:
+            self._fail_some()
 
     # --- what it tells ------------------------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether each request that was accepted has ended."""
-        return not self._ending and self.scheduler.idle
+        return not self._pending_failures and self.scheduler.is_idle
 
     @property
-    def has_to_refuse(self) -> bool:
+    def has_pending_failures(self) -> bool:
         """Whether clients have still to be told of requests that neither wait nor run any more."""
-        return bool(self._ending)
+        return bool(self._pending_failures)
 
     @property
-    def next_event(self) -> float:
+    def next_event_at(self) -> float:
         """Nothing is due before this, in monotonic seconds."""
-        if self._ending or self.guard.looks or self._looks:
+        if self._pending_failures or self.fault_isolator.has_work or self._is_gathering:
             return AT_ONCE
-        ping, event = self.guard.watchdog.next_event, self.scheduler.next_event
-        return ping if ping < event else event
+        ping_at, event_at = self.fault_isolator.watchdog.next_event_at, self.scheduler.next_event_at
+        return ping_at if ping_at < event_at else event_at
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _gather(self, request: Request, now: float) -> None:
         """What comes with it may share its job: it runs once all of that has been taken in."""
         try:
-            self.scheduler.submit(request, now, evicts=False)
+            self.scheduler.submit(request, now, can_evict=False)
         except ResourceExhausted:
             # There is room again once those run that could.
             self.dispatch(now)
             self.scheduler.submit(request, now)
-            self._tell_evicted()
-        self._look_on()
+            self._fail_evicted()
+        self._schedule_dispatch()
 
-    def _tell_evicted(self) -> None:
-        self._end(self.scheduler.take_evicted())
+    def _fail_evicted(self) -> None:
+        self._fail_all(self.scheduler.take_evicted())
 
-    def _look_on(self) -> None:
-        self._has_news = self._looks = True
-        self._due_by(AT_ONCE)
+    def _schedule_dispatch(self) -> None:
+        self._has_new = self._is_gathering = True
+        self._schedule_by(AT_ONCE)
 
-    def _end(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
+    def _fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
         """Refuse requests that neither wait nor run any more: some at once, and the rest in the next turns."""
-        has_others = bool(self._ending)
-        self._ending += requests
-        if not has_others:
-            self._end_some()
+        was_pending = bool(self._pending_failures)
+        self._pending_failures += requests
+        if not was_pending:
+            self._fail_some()
 
-    def _end_some(self) -> None:
-        for _ in range(min(MOST_ENDED, len(self._ending))):
-            self.refuse(*self._ending.popleft())
-        if self._ending:
-            self._due_by(AT_ONCE)
+    def _fail_some(self) -> None:
+        for _ in range(min(MAX_ENDED_PER_TURN, len(self._pending_failures))):
+            self.fail_request(*self._pending_failures.popleft())
+        if self._pending_failures:
+            self._schedule_by(AT_ONCE)
 
-    def _skip(self) -> None:
-        for slot, number in self.scheduler.seats.take_recalled():
+    def _cancel_recalled(self) -> None:
+        for slot, number in self.scheduler.slots.take_recalled():
             for process in slot.processes:
-                self._order(process, Skip(number), (), ())
+                self._send_order(process, Skip(number), (), ())
 
-    def _run(self, seat: Seat, job: Job) -> None:
-        if job.form is not None:
-            rows = seat.terms.padded(job.rows)
-            if job.count > 1 or rows:
+    def _start_batch(self, slot: Seat, batch: Job) -> None:
+        if batch.batch_key is not None:
+            rows = slot.policy.padded_rows(batch.rows)
+            if batch.item_count > 1 or rows:
                 parties: tuple[int, ...] = ()
-                if job.count > 1 and seat.terms.is_exact and seat.lockstep is None:
-                    parties = tuple([self.names.number(item.request.origin.far) for item in job.parts.values()])
-                self._order_all(seat, Together(job.count, rows, parties))
-        for item in job.parts.values():
-            self._predict(seat, item)
+                if batch.item_count > 1 and slot.policy.is_exact and slot.lockstep is None:
+                    parties = tuple([self.party_names.number_of(item.request.origin.party) for item in batch.items.values()])
+                self._send_to_slot(slot, Together(batch.item_count, rows, parties))
+        for item in batch.items.values():
+            self._predict(slot, item)
 
-    def _predict(self, seat: Seat, part: Part) -> None:
-        request, cut = part.request, part.cut
-        if cut is None:
-            frames, places, description = request.frames, request.places, request.description
+    def _predict(self, slot: Seat, item: Part) -> None:
+        request, split = item.request, item.split
+        if split is None:
+            frames, locations, description = request.frames, request.locations, request.description
         else:
-            (frames, places), description = cut.contents(part.first, part.rows), cut.described(part.rows)
-        if seat.lockstep is not None:
-            self._predict_in_step(seat, seat.lockstep, part, description, frames, places)
+            (frames, locations), description = split.tensors_of(item.first_row, item.rows), split.description_of(item.rows)
+        if slot.lockstep is not None:
+            self._predict_in_step(slot, slot.lockstep, item, description, frames, locations)
             return
-        if places.outputs and not self.writers.begin(seat.processes, part):
-            places = places.without_outputs()
-        predict = Predict(part.number, description, places.mapped, 0, seat.member)
-        self._order_all(seat, predict, frames, places.memories)
+        if locations.outputs and not self.output_leases.acquire(slot.processes, item):
+            locations = locations.without_outputs()
+        predict = Predict(item.number, description, locations.mapped, 0, slot.model_index)
+        self._send_to_slot(slot, predict, frames, locations.memories)
 
     def _predict_in_step(
         self,
-        seat: Seat,
+        slot: Seat,
         lockstep: Lockstep,
-        part: Part,
+        item: Part,
         description: RequestDescription,
         frames: Sequence[Any],
-        places: Places,
+        locations: Places,
     ) -> None:
         """All processes get the same; one of them alone may write outputs where the client has room for them."""
-        step, reply = lockstep.begin(part.number), lockstep.reply
-        read_only = places.without_outputs() if places.outputs else places
+        step, reply_process = lockstep.start(item.number), lockstep.reply_process
+        read_only = locations.without_outputs() if locations.outputs else locations
         # Where there is an input, too, another one may still have to read that.
-        if places.outputs and (reply is None or places.overlap or not self.writers.begin((reply,), part)):
-            places = read_only
-        for process in seat.processes:
-            own_locations = places if process == reply else read_only
-            self._order(process, Predict(part.number, description, own_locations.mapped, step), frames, own_locations.memories)
+        if locations.outputs and (reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)):
+            locations = read_only
+        for process in slot.processes:
+            own_locations = locations if process == reply_process else read_only
+            self._send_order(process, Predict(item.number, description, own_locations.mapped, step), frames, own_locations.memories)
 
-    def _told(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
+    def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""
-        self.guard.watchdog.heard(process, now)
+        self.fault_isolator.watchdog.on_message(process, now)
         if isinstance(outcome, Breach):
             # Nor is it believed that it does not write any more.
-            self.guard.broke(process, outcome.why, now)
-            return outcome.why
-        self._release(self.writers.end(process, number))
+            self.fault_isolator.on_process_failed(process, outcome.reason, now)
+            return outcome.reason
+        self._notify_released(self.output_leases.release(process, number))
         if outcome is None:
             return ""
-        seat = self.scheduler.seats.of(process)
-        job = seat.job_of(number) if seat is not None else None
-        part = self.scheduler.seats.finish(process, number, now)
-        if part is not None and isinstance(outcome, Refusal):
-            if job is not None and job.count > 1:
-                self.scheduler.again_alone(part)
+        slot = self.scheduler.slots.slot_of(process)
+        batch = slot.batch_of(number) if slot is not None else None
+        item = self.scheduler.slots.finish(process, number, now)
+        if item is not None and isinstance(outcome, Refusal):
+            if batch is not None and batch.item_count > 1:
+                self.scheduler.retry_alone(item)
             else:
-                self.refuse(part.request, outcome.error)
-        elif part is not None and isinstance(outcome, Answer):
+                self.fail_request(item.request, outcome.error)
+        elif item is not None and isinstance(outcome, Answer):
             result, frames = outcome.result, outcome.frames
-            if part.cut is not None:
-                self._join(part, part.cut, process, result, frames, now)
+            if item.split is not None:
+                self._add_partial_result(item, item.split, process, result, frames, now)
             else:
-                self._answer(part.request, process, result, frames, now)
-        if self.scheduler.seats.merging:
-            self._look_on()
+                self._complete(item.request, process, result, frames, now)
+        if self.scheduler.slots.merging:
+            self._schedule_dispatch()
         else:
             self.dispatch(now)
         return ""
 
-    def _order_all(
-        self, seat: Seat, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[Memory] = ()
+    def _send_to_slot(
+        self, slot: Seat, message: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[Memory] = ()
     ) -> None:
-        for process in seat.processes:
-            self._order(process, order, frames, memories)
+        for process in slot.processes:
+            self._send_order(process, message, frames, regions)
 
-    def _join(self, part: Part, cut: Cut, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _add_partial_result(self, item: Part, split: Cut, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         """Rows of a request have been answered."""
         try:
-            whole = cut.add(part.first, part.rows, result, frames)
-            if whole is None:
-                self._askers.gathered(part.request, sum(map(len, frames)))
+            complete = split.add_result(item.first_row, item.rows, result, frames)
+            if complete is None:
+                self._response_sink.reserve_partial_result(item.request, sum(map(len, frames)))
         except RequestError as error:
-            self.refuse(part.request, error)
+            self.fail_request(item.request, error)
             return
-        if whole is not None:
-            self.scheduler.end_whole(part.request)
-            self._answer(part.request, process, *whole, now)
+        if complete is not None:
+            self.scheduler.end_split(item.request)
+            self._complete(item.request, process, *complete, now)
 
-    def _answer(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
+    def _complete(self, request: Request, process: str, result: Result, frames: Sequence[Any], now: float) -> None:
         self._deadlines.remove(request)
-        request.running = bool(request.written)
-        self._askers.answer(request, result, frames)
-        latency = now - request.arrived
+        request.may_still_write = bool(request.pending_writes)
+        self._response_sink.reply_result(request, result, frames)
+        latency = now - request.arrived_at
         self.latencies.add(latency)
-        self.meter.requests.add(latency)
-        self.by_process[process].add(latency)
-        if request.origin.is_tenant or self.guard.quarantine.suspects:
-            self.guard.answered(request, now)
+        self.counters.requests.add(latency)
+        self.latencies_by_process[process].add(latency)
+        if request.origin.is_tenant or self.fault_isolator.quarantine.suspected:
+            self.fault_isolator.on_answered(request, now)
 
-    def _release(self, requests: Iterable[Request]) -> None:
+    def _notify_released(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._askers.released(request)
+            self._response_sink.notify_released(request)
 
-    def _tell_metadata(self) -> None:
+    def _reply_metadata(self) -> None:
         built = self.signature.built
         if built is None:
             return
-        for client, request_id, _ in self.signature.take_waiters():
-            self._askers.tell_metadata(
+        for client, request_id, _ in self.signature.take_requests():
+            self._response_sink.reply_metadata(
                 client,
                 ModelMetadataResponse(
                     request_id,
@@ -625,13 +625,13 @@ class Desk:
                     self._config.engine,
                     built.inputs,
                     built.outputs,
-                    _exact(self._config, built),
-                    example(built),
+                    _are_answers_exact(self._config, built),
+                    example_shapes(built),
                 ),
             )
 
 
-def _bounds(config: ModelConfig) -> RowBounds:
+def _row_limits(config: ModelConfig) -> RowBounds:
     """How many rows a request may have: as many as can be run, be it in parts."""
     sizes = config.batching.sizes
     if config.split.part_rows:
@@ -639,10 +639,10 @@ def _bounds(config: ModelConfig) -> RowBounds:
     return RowBounds(max(sizes, default=0), "the largest of batching.sizes", sizes)
 
 
-def _exact(config: ModelConfig, built: Built) -> bool | None:
+def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:
     """Whether answers are known to be those of each request alone; None where each runs alone."""
-    found, batching, split = built.rows, config.batching, config.split
-    if found is None or not found.inputs or not found.outputs:
+    row_support, batching, split = built.rows, config.batching, config.split
+    if row_support is None or not row_support.inputs or not row_support.outputs:
         return None
-    is_done = (batching.max_rows > 1 and not batching.exact) or (split.part_rows > 0 and not split.exact)
-    return found.equal if found.equal or is_done else None
+    can_differ = (batching.max_rows > 1 and not batching.exact) or (split.part_rows > 0 and not split.exact)
+    return row_support.equal if row_support.equal or can_differ else None

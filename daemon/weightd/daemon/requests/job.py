@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weightd.daemon.requests.part import FIRST_PART, Part
+from weightd.daemon.requests.part import FIRST_SPLIT_NUMBER, Part
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.terms import Form
 from weightd.daemon.requests.shares import Bill
 
-_NOT_YET = float("inf")
+_NOT_STARTED = float("inf")
 
 
 @dataclass(eq=False, slots=True)
@@ -34,68 +34,68 @@ class Job:
     """
 
     number: int
-    parts: dict[int, Part]
-    count: int = 1
-    form: Form | None = None
+    items: dict[int, Part]
+    item_count: int = 1
+    batch_key: Form | None = None
     rows: int = 0
-    began: float = _NOT_YET
-    bill: Bill | None = None
-    answered: tuple[Part, ...] = ()
-    is_settled: bool = False
+    started_at: float = _NOT_STARTED
+    charge: Bill | None = None
+    answered_items: tuple[Part, ...] = ()
+    is_time_recorded: bool = False
     is_long: bool = False
 
     @classmethod
-    def of(cls, parts: Sequence[Part], form: Form | None = None, rows: int = 0) -> Job:
+    def from_items(cls, items: Sequence[Part], batch_key: Form | None = None, rows: int = 0) -> Job:
         """Return a job of these parts."""
-        return cls(parts[0].number, {item.number: item for item in parts}, len(parts), form, rows)
+        return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
 
     @property
-    def has_begun(self) -> bool:
+    def has_started(self) -> bool:
         """Whether it runs, as far as can be told from here."""
-        return self.began != _NOT_YET
+        return self.started_at != _NOT_STARTED
 
-    def settle(self, seconds: float, last: Part | None = None) -> None:
+    def record_time(self, seconds: float, last: Part | None = None) -> None:
         """It has had its seat for so many seconds, and has it no more. Only the first word counts.
 
         They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
         answered as the last, if all were.
         """
-        if self.is_settled:
+        if self.is_time_recorded:
             return
-        self.is_settled = True
-        if self.bill is not None:
-            self.bill.settle(seconds)
-        if last is not None and self.count == 1:
-            last.request.account.ran(seconds, last.rows)
+        self.is_time_recorded = True
+        if self.charge is not None:
+            self.charge.settle(seconds)
+        if last is not None and self.item_count == 1:
+            last.request.usage.add_run(seconds, last.rows)
             return
-        ran = [*self.answered, *self.parts.values()] if last is None else [*self.answered, last]
-        rows = sum([item.rows for item in ran]) if self.count > 1 else 0
-        for item in ran:
-            share = seconds * item.rows / rows if rows else seconds / len(ran)
-            item.request.account.ran(share, 0 if item.number in self.parts else item.rows)
+        executed = [*self.answered_items, *self.items.values()] if last is None else [*self.answered_items, last]
+        rows = sum([item.rows for item in executed]) if self.item_count > 1 else 0
+        for item in executed:
+            share = seconds * item.rows / rows if rows else seconds / len(executed)
+            item.request.usage.add_run(share, 0 if item.number in self.items else item.rows)
 
-    def keep_apart(self) -> None:
+    def isolate_requests(self) -> None:
         """Whatever has to run again of it, does so alone."""
         for request in self.requests:
-            request.narrow(Company.ALONE)
+            request.require_isolation(Company.ALONE)
 
     @property
-    def sole(self) -> Request | None:
+    def single_request(self) -> Request | None:
         """The request that it is a part of, all alone; None if it has several parts."""
-        return next(iter(self.parts.values())).request if self.count == 1 else None
+        return next(iter(self.items.values())).request if self.item_count == 1 else None
 
-    def part_of(self, request: Request) -> Part | None:
+    def item_of(self, request: Request) -> Part | None:
         """Return its part of a request, which has not been answered; None if it has none."""
-        part = self.parts.get(request.number)
-        if part is None and self.number >= FIRST_PART:
+        item = self.items.get(request.number)
+        if item is None and self.number >= FIRST_SPLIT_NUMBER:
             # A job that has some rows of a request has nothing else.
-            part = next((each for each in self.parts.values() if each.request is request), None)
-        return part
+            item = next((each for each in self.items.values() if each.request is request), None)
+        return item
 
     @property
     def requests(self) -> list[Request]:
         """Those that it has not answered."""
-        return [item.request for item in self.parts.values()]
+        return [item.request for item in self.items.values()]
 
     @property
     def origins(self) -> set[Origin]:
@@ -103,20 +103,20 @@ class Job:
         return {request.origin for request in self.requests}
 
     @property
-    def awaited(self) -> list[Part]:
+    def awaited_items(self) -> list[Part]:
         """The parts of which the requests have not ended while it ran."""
-        return [item for item in self.parts.values() if item.is_awaited]
+        return [item for item in self.items.values() if item.is_awaited]
 
     @property
-    def company(self) -> Company:
+    def isolation(self) -> Company:
         """What else may run: as the narrowest of its parts bears."""
-        return max(request.company for request in self.requests)
+        return max(request.isolation for request in self.requests)
 
 
-def blame(jobs: Sequence[Job]) -> None:
+def record_death(batches: Sequence[Job]) -> None:
     """A seat was lost to these jobs: that goes on the account of who has asked, if all are one tenant's."""
-    accounts = {id(request.account): request.account for batch in jobs for request in batch.requests}
-    if len(accounts) == 1:
+    usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
+    if len(usages) == 1:
         # Of several nobody can tell whose fault it was.
-        [account] = accounts.values()
-        account.deaths += 1
+        [usage] = usages.values()
+        usage.deaths += 1

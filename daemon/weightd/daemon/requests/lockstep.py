@@ -38,7 +38,7 @@ class Refusal:
 class Breach:
     """The processes are not in step, for this reason: nothing that any of them says is worth anything any more."""
 
-    why: str
+    reason: str
 
 
 Outcome = Answer | Refusal | Breach
@@ -71,64 +71,64 @@ class Lockstep:
     def __init__(self, processes: Sequence[str], reply: str | None, step: int = 0) -> None:
         if reply is not None and reply not in processes:
             raise ValueError(f"reply: expected one of {', '.join(processes)}, got {reply}")
-        self.reply = reply
+        self.reply_process = reply
         self.step = step
         self.processes = tuple(processes)
-        self._under_way: dict[int, _Reports] = {}
+        self._reports: dict[int, _Reports] = {}
 
-    def begin(self, number: int) -> int:
+    def start(self, number: int) -> int:
         """The processes are given the part of this number: return its step."""
         self.step += 1
-        self._under_way[number] = _Reports()
+        self._reports[number] = _Reports()
         return self.step
 
-    def answered(self, process: str, result: Result, frames: Sequence[Any]) -> Outcome | None:
+    def on_result(self, process: str, result: Result, frames: Sequence[Any]) -> Outcome | None:
         """A process has run a part, and has outputs of it; return what comes of the part, None if others have to tell.
 
         The frames may be views of memory that is written to again after this.
         """
-        return self._report(process, result.request, Answer(result, frames))
+        return self._add_report(process, result.request, Answer(result, frames))
 
-    def done(self, process: str, number: int) -> Outcome | None:
+    def on_done(self, process: str, number: int) -> Outcome | None:
         """A process has run a part, of which another one has the outputs; return as `answered` does."""
-        return self._report(process, number, None)
+        return self._add_report(process, number, None)
 
-    def refused(self, process: str, failed: Failed) -> Outcome | None:
+    def on_failed(self, process: str, failed: Failed) -> Outcome | None:
         """A process has not begun with a part, for the error that it tells; return as `answered` does."""
-        return self._report(process, failed.request, failed)
+        return self._add_report(process, failed.request, failed)
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _report(self, process: str, number: int, report: _Report) -> Outcome | None:
-        reports = self._under_way.get(number)
+    def _add_report(self, process: str, number: int, report: _Report) -> Outcome | None:
+        reports = self._reports.get(number)
         if reports is None or process not in self.processes:
-            return Breach(f"{process}: expected nothing of {number}, which it was not given, got {_word(report)}")
-        unexpected = self._unexpected(process, report, reports)
-        if unexpected:
-            return Breach(f"{process}: of {number} {unexpected}")
+            return Breach(f"{process}: expected nothing of {number}, which it was not given, got {_describe_report(report)}")
+        problem = self._report_problem(process, report, reports)
+        if problem:
+            return Breach(f"{process}: of {number} {problem}")
         is_last = len(reports) + 1 == len(self.processes)
-        reports[process] = report if is_last else self._kept(reports, report)
-        refused = [name for name, each in reports.items() if isinstance(each, Failed)]
-        if refused and len(refused) < len(reports):
-            ran = ", ".join(name for name in reports if name not in refused)
-            return Breach(f"{number} was refused by {', '.join(refused)} and run by {ran}")
+        reports[process] = report if is_last else self._copy_report(reports, report)
+        failed = [name for name, each in reports.items() if isinstance(each, Failed)]
+        if failed and len(failed) < len(reports):
+            executed = ", ".join(name for name in reports if name not in failed)
+            return Breach(f"{number} was refused by {', '.join(failed)} and run by {executed}")
         if not is_last:
             return None
-        del self._under_way[number]
-        return self._outcome(number, reports)
+        del self._reports[number]
+        return self._combine_reports(number, reports)
 
-    def _unexpected(self, process: str, report: _Report, reports: _Reports) -> str:
+    def _report_problem(self, process: str, report: _Report, reports: _Reports) -> str:
         """Return what was expected of the process instead of this report, and what came; "" if that is as it should."""
         if process in reports:
-            return f"expected one report, got {_word(report)} after {_word(reports[process])}"
-        has_outputs = self.reply in (None, process)
+            return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
+        has_outputs = self.reply_process in (None, process)
         if not isinstance(report, Failed) and (report is not None) != has_outputs:
-            return f"expected {'a result' if has_outputs else 'done'}, got {_word(report)}"
-        if self.reply is None and isinstance(report, Answer) and report.result.placed:
+            return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
+        if self.reply_process is None and isinstance(report, Answer) and report.result.placed:
             return "expected frames, got outputs where there was no room for them"
         return ""
 
-    def _kept(self, reports: _Reports, report: _Report) -> _Report:
+    def _copy_report(self, reports: _Reports, report: _Report) -> _Report:
         """What is kept of a report until the others have come."""
         if not isinstance(report, Answer):
             return report
@@ -137,7 +137,7 @@ class Lockstep:
         frames = [] if self._is_too_much(reports.nbytes) else [bytes(each) for each in report.frames]
         return Answer(report.result, frames)
 
-    def _outcome(self, number: int, reports: _Reports) -> Outcome:
+    def _combine_reports(self, number: int, reports: _Reports) -> Outcome:
         """All have told of a part, and what they tell goes together."""
         answers: list[Answer] = []
         for process in self.processes:
@@ -146,51 +146,51 @@ class Lockstep:
                 return Refusal(request_error(report.code, report.error))
             if report is not None:
                 answers.append(report)
-        if self.reply is not None:
+        if self.reply_process is not None:
             return answers[0]
         try:
             if self._is_too_much(sum(sum(each.result.description.sizes) for each in answers)):
                 raise ResourceExhausted(f"the answer has more than {limits.MAX_FRAME_BYTES} bytes")
-            return Answer(*_joined(number, answers))
+            return Answer(*_join_answers(number, answers))
         except RequestError as error:
             return Refusal(error)
 
     def _is_too_much(self, nbytes: int) -> bool:
         """Whether shares of outputs have too many bytes together. What one process sends has its bounds already."""
-        return self.reply is None and nbytes > limits.MAX_FRAME_BYTES
+        return self.reply_process is None and nbytes > limits.MAX_FRAME_BYTES
 
 
-def _word(report: _Report) -> str:
+def _describe_report(report: _Report) -> str:
     if report is None:
         return "done"
     return report.code if isinstance(report, Failed) else "a result"
 
 
-def _joined(number: int, shares: Sequence[Answer]) -> tuple[Result, list[Any]]:
+def _join_answers(number: int, answers: Sequence[Answer]) -> tuple[Result, list[Any]]:
     """Return the outputs of which each share has its part of the first axis.
 
     Raises:
         Internal: they do not fit together. The text names the output, what was expected and what came.
     """
-    first = shares[0].result.description
-    described = [each.result.description.outputs for each in shares]
-    most = max(map(len, described))
-    if most > len(first.outputs):
-        raise Internal(f"outputs of a rank: expected {len(first.outputs)}, got {most}")
+    first = answers[0].result.description
+    outputs_by_rank = [each.result.description.outputs for each in answers]
+    max_outputs = max(map(len, outputs_by_rank))
+    if max_outputs > len(first.outputs):
+        raise Internal(f"outputs of a rank: expected {len(first.outputs)}, got {max_outputs}")
     outputs: list[TensorSpec] = []
     for index, spec in enumerate(first.outputs):
-        lengths = [_length(spec, theirs[index : index + 1]) for theirs in described]
+        lengths = [_first_axis_length(spec, theirs[index : index + 1]) for theirs in outputs_by_rank]
         outputs.append(dataclasses.replace(spec, shape=(sum(lengths), *spec.shape[1:])))
-    frames = [b"".join([share.frames[index] for share in shares]) for index in range(len(outputs))]
+    frames = [b"".join([share.frames[index] for share in answers]) for index in range(len(outputs))]
     return Result(number, ResponseDescription(first.model_name, tuple(outputs))), frames
 
 
-def _length(spec: TensorSpec, got: Collection[TensorSpec]) -> int:
+def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:
     """Return the length of the first axis of an output, which is otherwise as the first rank's."""
-    words = f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
-    if not got:
-        raise Internal(f"{words}, got none")
-    [each] = got
+    expected_text = f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
+    if not candidates:
+        raise Internal(f"{expected_text}, got none")
+    [each] = candidates
     if not each.shape or (each.name, each.datatype, each.shape[1:]) != (spec.name, spec.datatype, spec.shape[1:]):
-        raise Internal(f"{words}, got {each.name} {each.datatype} {list(each.shape)}")
+        raise Internal(f"{expected_text}, got {each.name} {each.datatype} {list(each.shape)}")
     return each.shape[0]

@@ -13,16 +13,16 @@ from weightd.daemon.tenants.tenant import Tenant
 ACTIVE_S = 60.0
 
 # A job is long if it takes more than this many times as long as a job of another tenant.
-_TIMES_AS_LONG = 2.0
+_LONG_FACTOR = 2.0
 
 # A measured time is replaced by a shorter one only after this many times its own length. A tenant that sends short
 # requests for a while to hide a long one so gets at most a hundredth of the time in this way.
-_KEPT = 100.0
+_RETENTION_FACTOR = 100.0
 
 # The weight of the latest job in the mean of a tenant.
 _WEIGHT = 0.2
 
-_Measured = tuple[tuple[float, float], ...]
+_Measurements = tuple[tuple[float, float], ...]
 """Up to two times in seconds, the longer one last, each with when it was measured."""
 
 
@@ -34,16 +34,16 @@ class Durations:
     """
 
     def __init__(self) -> None:
-        self._by_tenant: dict[Tenant, dict[int, tuple[int, _Measured]]] = {}
+        self._by_tenant: dict[Tenant, dict[int, tuple[int, _Measurements]]] = {}
 
     def add(self, tenant: Tenant, nbytes: int, seconds: float, now: float) -> None:
         """Add the time of a job with one request, whose input tensors have `nbytes` bytes."""
         sizes = self._by_tenant.setdefault(tenant, {})
         _, measured = sizes.get(nbytes.bit_length(), (0, ()))
-        kept = [each for each in measured if now < each[1] + _KEPT * each[0]]
+        kept = [each for each in measured if now < each[1] + _RETENTION_FACTOR * each[0]]
         sizes[nbytes.bit_length()] = nbytes, tuple(sorted([*kept, (seconds, now)])[-2:])
 
-    def expected(self, tenant: Tenant, nbytes: int) -> float:
+    def expected_s(self, tenant: Tenant, nbytes: int) -> float:
         """Return how many seconds a request of this size is expected to take; 0.0 if nothing is known.
 
         That is the second longest time lately, because the longest one may have had another cause. For a size that was
@@ -57,7 +57,7 @@ class Durations:
         seconds = measured[0][0]
         return seconds if size.bit_length() == bucket else seconds * nbytes / max(1, size)
 
-    def longest(self, tenant: Tenant) -> float:
+    def longest_s(self, tenant: Tenant) -> float:
         """Return the longest time that is expected of a size that was measured; 0.0 if none was."""
         return max((measured[0][0] for _, measured in self._by_tenant.get(tenant, {}).values()), default=0.0)
 
@@ -78,16 +78,16 @@ class Users:
     def __init__(self) -> None:
         self._users: dict[Tenant, _User] = {}
 
-    def asks(self, tenant: Tenant, now: float) -> None:
+    def on_request(self, tenant: Tenant, now: float) -> None:
         """Record that a tenant has sent a request."""
-        self._of(tenant).asked_at = now
+        self._user_of(tenant).asked_at = now
 
-    def ran(self, tenant: Tenant, seconds: float) -> None:
+    def add_time(self, tenant: Tenant, seconds: float) -> None:
         """Record the time of a job with one request of a tenant."""
-        user = self._of(tenant)
+        user = self._user_of(tenant)
         user.mean += (_WEIGHT if user.mean else 1.0) * (seconds - user.mean)
 
-    def bound(self, tenant: Tenant, least: float, now: float) -> float:
+    def long_threshold_s(self, tenant: Tenant, min_s: float, now: float) -> float:
         """Return the time in seconds beyond which a job of a tenant is long; infinity while no other tenant is active.
 
         Args:
@@ -95,31 +95,31 @@ class Users:
             least: no job that takes less is long.
             now: monotonic seconds.
         """
-        means = [self._users[each].mean for each in self._others(tenant, now)]
-        return max(least, _TIMES_AS_LONG * min(means)) if means else float("inf")
+        means = [self._users[each].mean for each in self._other_active_tenants(tenant, now)]
+        return max(min_s, _LONG_FACTOR * min(means)) if means else float("inf")
 
-    def ran_long(self, tenant: Tenant, seconds: float, now: float) -> None:
+    def add_long_time(self, tenant: Tenant, seconds: float, now: float) -> None:
         """Record that a long job of a tenant has held the only worker."""
-        user = self._of(tenant)
+        user = self._user_of(tenant)
         user.long_s, user.long_ended_at = seconds, now
 
-    def rests_until(self, tenant: Tenant, now: float) -> float:
+    def long_allowed_at(self, tenant: Tenant, now: float) -> float:
         """Return until when no long job of a tenant may take the only worker again.
 
         The other tenants have it for as long as their weights give them, compared with the last long job.
         """
-        user, weights = self._of(tenant), sum(each.config.weight for each in self._others(tenant, now))
+        user, weights = self._user_of(tenant), sum(each.config.weight for each in self._other_active_tenants(tenant, now))
         return user.long_ended_at + user.long_s * weights / tenant.config.weight
 
     def active_until(self, tenant: Tenant, now: float) -> float:
         """Return until when another tenant than this one is active, if none sends another request."""
-        return max((self._users[each].asked_at + ACTIVE_S for each in self._others(tenant, now)), default=now)
+        return max((self._users[each].asked_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)), default=now)
 
-    def _of(self, tenant: Tenant) -> _User:
+    def _user_of(self, tenant: Tenant) -> _User:
         user = self._users.get(tenant)
         if user is None:
             user = self._users[tenant] = _User()
         return user
 
-    def _others(self, tenant: Tenant, now: float) -> list[Tenant]:
+    def _other_active_tenants(self, tenant: Tenant, now: float) -> list[Tenant]:
         return [each for each, user in self._users.items() if each is not tenant and now < user.asked_at + ACTIVE_S]

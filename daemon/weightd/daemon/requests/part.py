@@ -8,10 +8,10 @@ from weightd.daemon.requests.request import Request
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.protocol import limits
 
-_ALL = range(limits.MAX_DIM)
+_ALL_ROWS = range(limits.MAX_DIM)
 
 # Parts that are not all of a request have numbers from here on, which no request has.
-FIRST_PART = 2**62
+FIRST_SPLIT_NUMBER = 2**62
 
 
 @dataclass(eq=False, slots=True)
@@ -28,16 +28,16 @@ class Part:
 
     number: int
     request: Request
-    cut: Cut | None = None
-    first: int = 0
+    split: Cut | None = None
+    first_row: int = 0
     rows: int = 0
 
     @property
-    def all_rows(self) -> range:
+    def row_range(self) -> range:
         """Those of the request that it has, and more if that is all of them."""
-        return _ALL if self.cut is None else range(self.first, self.first + self.rows)
+        return _ALL_ROWS if self.split is None else range(self.first_row, self.first_row + self.rows)
 
     @property
     def is_awaited(self) -> bool:
         """Whether anybody waits for what comes of it."""
-        return not (self.request.ended or (self.cut is not None and self.cut.ended))
+        return not (self.request.is_ended or (self.split is not None and self.split.is_ended))

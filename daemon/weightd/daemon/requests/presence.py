@@ -17,43 +17,43 @@ class Presence:
         waits: whether anything does of a tenant.
     """
 
-    def __init__(self, waits: Callable[[Tenant], bool]) -> None:
-        self._waits = waits
-        self._there: set[Tenant] = set()
+    def __init__(self, is_waiting: Callable[[Tenant], bool]) -> None:
+        self._is_waiting = is_waiting
+        self._active: set[Tenant] = set()
         # Those that may not be there any more, or by now.
-        self._changed: set[Tenant] = set()
+        self._changed_tenants: set[Tenant] = set()
         self._clocks: tuple[Clock, ...] = ()
 
-    def changed(self, tenant: Tenant) -> None:
+    def mark_changed(self, tenant: Tenant) -> None:
         """Something of it has come where nothing was, or nothing is left of what was."""
-        self._changed.add(tenant)
+        self._changed_tenants.add(tenant)
 
-    def on(self, clocks: Iterable[Clock]) -> None:
+    def set_clocks(self, clocks: Iterable[Clock]) -> None:
         """The model runs on the devices with these clocks, each of which is named once."""
-        self.look()
-        before, self._clocks = self._clocks, tuple(clocks)
-        for tenant in self._there:
+        self.update()
+        old_clocks, self._clocks = self._clocks, tuple(clocks)
+        for tenant in self._active:
             for clock in self._clocks:
-                clock.comes(tenant)
-            for clock in before:
-                clock.goes(tenant)
+                clock.add_active(tenant)
+            for clock in old_clocks:
+                clock.remove_active(tenant)
 
-    def look(self) -> set[Tenant]:
+    def update(self) -> set[Tenant]:
         """Return who is there, and tell the clocks who was not, or is no more."""
-        while self._changed:
-            tenant = self._changed.pop()
-            is_waiting = self._waits(tenant)
-            if is_waiting == (tenant in self._there):
+        while self._changed_tenants:
+            tenant = self._changed_tenants.pop()
+            is_waiting = self._is_waiting(tenant)
+            if is_waiting == (tenant in self._active):
                 continue
-            (self._there.add if is_waiting else self._there.remove)(tenant)
+            (self._active.add if is_waiting else self._active.remove)(tenant)
             for clock in self._clocks:
-                (clock.comes if is_waiting else clock.goes)(tenant)
-        return self._there
+                (clock.add_active if is_waiting else clock.remove_active)(tenant)
+        return self._active
 
-    def over(self) -> None:
+    def clear(self) -> None:
         """Nobody is counted any more."""
-        for tenant in self._there:
+        for tenant in self._active:
             for clock in self._clocks:
-                clock.goes(tenant)
-        self._there.clear()
-        self._changed.clear()
+                clock.remove_active(tenant)
+        self._active.clear()
+        self._changed_tenants.clear()

@@ -24,11 +24,11 @@ class Memory:
 
     __slots__ = ("_descriptor", "_gone", "nbytes", "number")
 
-    def __init__(self, number: int, descriptor: int, nbytes: int, gone: Callable[[int], object]) -> None:
+    def __init__(self, number: int, descriptor: int, nbytes: int, on_unreferenced: Callable[[int], object]) -> None:
         self.number = number
         self.nbytes = nbytes
         self._descriptor = descriptor
-        self._gone = gone
+        self._gone = on_unreferenced
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -46,25 +46,25 @@ class Place:
     to reads as zeros, and takes none by that.
     """
 
-    memory: Memory
+    region: Memory
     offset: int
     nbytes: int
 
     def __len__(self) -> int:
         return self.nbytes
 
-    def __getitem__(self, part: slice) -> bytes:
-        begin, end, _ = part.indices(self.nbytes)
-        return os.pread(self.memory.fileno(), end - begin, self.offset + begin)
+    def __getitem__(self, byte_range: slice) -> bytes:
+        begin, end, _ = byte_range.indices(self.nbytes)
+        return os.pread(self.region.fileno(), end - begin, self.offset + begin)
 
-    def part(self, begin: int, nbytes: int) -> Place:
+    def subrange(self, begin: int, nbytes: int) -> Place:
         """Return where so many of its bytes are."""
-        return Place(self.memory, self.offset + begin, nbytes)
+        return Place(self.region, self.offset + begin, nbytes)
 
     def overlaps(self, other: Place) -> bool:
         """Whether a byte is in both."""
         begin, end = max(self.offset, other.offset), min(self.offset + self.nbytes, other.offset + other.nbytes)
-        return self.memory is other.memory and begin < end
+        return self.region is other.region and begin < end
 
 
 class Places:
@@ -83,12 +83,12 @@ class Places:
         self.inputs = inputs
         self.outputs = outputs
         self.memories: Sequence[Memory] = tuple(
-            {each.memory.number: each.memory for each in (*inputs.values(), *outputs.values())}.values()
+            {each.region.number: each.region for each in (*inputs.values(), *outputs.values())}.values()
         )
-        self.mapped = _mapped(inputs, outputs) if self.memories else None
+        self.mapped = _mapped_regions(inputs, outputs) if self.memories else None
 
     @property
-    def overlap(self) -> bool:
+    def has_overlap(self) -> bool:
         """Whether an output may be written where an input is."""
         return any(output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values())
 
@@ -97,21 +97,21 @@ class Places:
         return Places(self.inputs, {})
 
 
-def _mapped(inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> MappedRegions:
+def _mapped_regions(inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> MappedRegions:
     return MappedRegions(
-        tuple(MappedInput(index, each.memory.number, each.offset) for index, each in inputs.items()),
-        tuple(MappedOutput(index, each.memory.number, each.offset, each.nbytes) for index, each in outputs.items()),
+        tuple(MappedInput(index, each.region.number, each.offset) for index, each in inputs.items()),
+        tuple(MappedOutput(index, each.region.number, each.offset, each.nbytes) for index, each in outputs.items()),
     )
 
 
-NOWHERE = Places({}, {})
+NO_LOCATIONS = Places({}, {})
 
 
-def tensors(
-    inputs: Sequence[TensorSpec], frames: Sequence[Any], places: Places
+def iterate_tensors(
+    inputs: Sequence[TensorSpec], frames: Sequence[Any], locations: Places
 ) -> Iterator[tuple[TensorSpec, memoryview | Place]]:
     """Yield each input with its bytes, wherever these are."""
-    rest = iter(frames)
+    remaining_frames = iter(frames)
     for index, spec in enumerate(inputs):
-        location = places.inputs.get(index)
-        yield spec, memoryview(next(rest)) if location is None else location
+        location = locations.inputs.get(index)
+        yield spec, memoryview(next(remaining_frames)) if location is None else location

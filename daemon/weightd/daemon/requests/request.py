@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from weightd.daemon.requests.regions import NOWHERE, Places
+from weightd.daemon.requests.regions import NO_LOCATIONS, Places
 from weightd.daemon.tenants.accounts import Account
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd.protocol.messages.data import RequestDescription
 
 # What a request takes beside its tensors, about: the header's objects.
-_OBJECTS_BYTES = 2048
+_OVERHEAD_BYTES = 2048
 
 
 class Origin(NamedTuple):
@@ -25,18 +25,18 @@ class Origin(NamedTuple):
         is_tenant: whether it is.
     """
 
-    near: str
-    far: str
+    peer: str
+    party: str
     is_tenant: bool = False
 
 
-NOBODY = Origin("", "")
+UNKNOWN_ORIGIN = Origin("", "")
 
 
 class Company(enum.IntEnum):
     """What else may run while a request does, each narrower than the one before."""
 
-    ANY = 0
+    BATCHABLE = 0
     ALONE = 1  # nothing is before it or behind it at its seat, or in its job: if the seat dies, then of this
     CONFINED = 2  # nor does any other one that is confined run
 
@@ -71,41 +71,41 @@ class Request:
     id: str
     description: RequestDescription
     frames: Sequence[Any]
-    arrived: float
+    arrived_at: float
     deadline: float
     nbytes: int
-    origin: Origin = NOBODY
-    places: Places = NOWHERE
-    tenant: Tenant = EVERYONE
-    account: Account = field(default_factory=Account)
-    level: int = 0
-    company: Company = Company.ANY
+    origin: Origin = UNKNOWN_ORIGIN
+    locations: Places = NO_LOCATIONS
+    tenant: Tenant = DEFAULT_TENANT
+    usage: Account = field(default_factory=Account)
+    priority_level: int = 0
+    isolation: Company = Company.BATCHABLE
     deaths: int = 0
-    begun: bool = False
-    losses: int = 0
+    has_started: bool = False
+    lost_slots: int = 0
     lost_at: float = -float("inf")
     digest: bytes = b""
-    mark: bytes = b""
-    ended: bool = False
-    written: tuple[range, ...] = ()
-    running: bool = False
-    gathered: int = 0
+    sample_digest: bytes = b""
+    is_ended: bool = False
+    pending_writes: tuple[range, ...] = ()
+    may_still_write: bool = False
+    partial_result_bytes: int = 0
 
-    def narrow(self, company: Company) -> None:
+    def require_isolation(self, company: Company) -> None:
         """From now on it bears no other company than this, or less."""
-        self.company = max(self.company, company)
+        self.isolation = max(self.isolation, company)
 
     @property
     def content_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
-        return self.nbytes + sum(location.nbytes for location in self.places.inputs.values())
+        return self.nbytes + sum(location.nbytes for location in self.locations.inputs.values())
 
     @property
     def is_mutable(self) -> bool:
         """Whether its client can change the content at any time: an input is in memory of the client."""
-        return bool(self.places.inputs)
+        return bool(self.locations.inputs)
 
     @property
-    def kept_bytes(self) -> int:
+    def buffered_bytes(self) -> int:
         """What the daemon keeps of it in memory until it has ended."""
-        return self.nbytes + self.gathered + _OBJECTS_BYTES
+        return self.nbytes + self.partial_result_bytes + _OVERHEAD_BYTES

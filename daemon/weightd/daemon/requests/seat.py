@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.request import Company
-from weightd.daemon.requests.rows.terms import WHOLE, RowTerms
+from weightd.daemon.requests.rows.terms import NO_BATCHING, RowTerms
 from weightd.daemon.tenants.tenant import Tenant
 
 # A seat that has computed for longer than this gets nothing ahead: handing it the next job then costs it less than a
 # hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
-QUICK_S = 0.25
+MAX_QUICK_S = 0.25
 
 
 @dataclass(eq=False, slots=True)
@@ -36,94 +36,94 @@ class Seat:
     name: str
     processes: tuple[str, ...]
     device: str = ""
-    terms: RowTerms = WHOLE
+    policy: RowTerms = NO_BATCHING
     concurrency: int = 1
-    jobs: dict[int, Job] = field(default_factory=dict[int, Job])
+    batches: dict[int, Job] = field(default_factory=dict[int, Job])
     is_quick: bool = True
     lockstep: Lockstep | None = None
-    others: tuple[str, ...] = ()
-    member: int = 0
+    support_processes: tuple[str, ...] = ()
+    model_index: int = 0
 
     @property
     def is_busy(self) -> bool:
         """Whether its processes compute."""
-        return bool(self.jobs)
+        return bool(self.batches)
 
     @property
-    def lives_on(self) -> tuple[str, ...]:
+    def all_processes(self) -> tuple[str, ...]:
         """The processes without any of which it is lost."""
-        return (*self.processes, *self.others)
+        return (*self.processes, *self.support_processes)
 
     @property
     def is_free(self) -> bool:
         """Whether it would begin with a job at once."""
-        return len(self.jobs) < self.concurrency
+        return len(self.batches) < self.concurrency
 
-    def long_jobs(self, now: float, long_s: float) -> int:
+    def count_long(self, now: float, long_s: float) -> int:
         """Return how many of its jobs are expected to take long, or already have run for `long_s` seconds."""
-        return sum(batch.is_long or batch.began + long_s <= now for batch in self.jobs.values())
+        return sum(batch.is_long or batch.started_at + long_s <= now for batch in self.batches.values())
 
     @property
     def has_confined(self) -> bool:
         """Whether one of its jobs is confined."""
-        return any(batch.company is Company.CONFINED for batch in self.jobs.values())
+        return any(batch.isolation is Company.CONFINED for batch in self.batches.values())
 
     @property
     def tenants(self) -> set[Tenant]:
         """Whose jobs it has."""
-        return {request.tenant for batch in self.jobs.values() for request in batch.requests}
+        return {request.tenant for batch in self.batches.values() for request in batch.requests}
 
     @property
-    def since(self) -> float:
+    def busy_since(self) -> float:
         """When it began with the job that runs longest; later than any clock says where none does."""
-        return min((batch.began for batch in self.jobs.values()), default=float("inf"))
+        return min((batch.started_at for batch in self.batches.values()), default=float("inf"))
 
     @property
-    def ready(self) -> list[Job]:
+    def queued_batches(self) -> list[Job]:
         """The jobs that wait for those that run."""
-        return [batch for batch in self.jobs.values() if not batch.has_begun]
+        return [batch for batch in self.batches.values() if not batch.has_started]
 
-    def takes(self, company: Company, now: float) -> bool:
+    def accepts(self, isolation: Company, now: float) -> bool:
         """Return whether it takes one more job that bears this company, be it behind what it has."""
-        if not self.jobs:
+        if not self.batches:
             return True
         if self.lockstep is not None:
             return False
-        if company is not Company.ANY or any(batch.company is not Company.ANY for batch in self.jobs.values()):
+        if isolation is not Company.BATCHABLE or any(batch.isolation is not Company.BATCHABLE for batch in self.batches.values()):
             return False
         if self.is_free:
             return True
-        return len(self.jobs) == self.concurrency and self.is_quick and now < self.since + QUICK_S
+        return len(self.batches) == self.concurrency and self.is_quick and now < self.busy_since + MAX_QUICK_S
 
-    def give(self, job: Job, now: float) -> bool:
+    def add_batch(self, batch: Job, now: float) -> bool:
         """It has a job; return whether it begins with it, as it was free."""
-        begins = len(self.jobs) < self.concurrency
-        if begins:
-            job.began = now
-        self.jobs[job.number] = job
-        return begins
+        starts = len(self.batches) < self.concurrency
+        if starts:
+            batch.started_at = now
+        self.batches[batch.number] = batch
+        return starts
 
-    def job_of(self, number: int) -> Job | None:
+    def batch_of(self, number: int) -> Job | None:
         """Return the job that has the part of this number, which has not been answered."""
-        job = self.jobs.get(number)
-        if job is not None and number in job.parts:
-            return job
-        return next((each for each in self.jobs.values() if number in each.parts), None)
+        batch = self.batches.get(number)
+        if batch is not None and number in batch.items:
+            return batch
+        return next((each for each in self.batches.values() if number in each.items), None)
 
-    def finished(self, job: Job, now: float) -> float:
+    def finish_batch(self, batch: Job, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
-        del self.jobs[job.number]
+        del self.batches[batch.number]
         # What was only ready, for all that is known here, has run all the same.
-        took = now - job.began if job.began < now else 0.0
-        self.is_quick = took < QUICK_S
-        if self.jobs:
-            self._begin(now)
-        return took
+        duration_s = now - batch.started_at if batch.started_at < now else 0.0
+        self.is_quick = duration_s < MAX_QUICK_S
+        if self.batches:
+            self._start_queued(now)
+        return duration_s
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """Its processes are of no use any more."""
 
-    def _begin(self, now: float) -> None:
+    def _start_queued(self, now: float) -> None:
         """What was ready begins where there is room."""
-        for batch in list(self.jobs.values())[: self.concurrency]:
-            batch.began = min(batch.began, now)
+        for batch in list(self.batches.values())[: self.concurrency]:
+            batch.started_at = min(batch.started_at, now)

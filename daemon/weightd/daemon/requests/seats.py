@@ -24,24 +24,24 @@ from weightd.daemon.requests.request import Company, Request
 from weightd.daemon.requests.rows import forming
 from weightd.daemon.requests.rows.cut import Cut
 from weightd.daemon.requests.rows.peak import Peak
-from weightd.daemon.requests.rows.terms import WHOLE, Form, RowTerms
+from weightd.daemon.requests.rows.terms import NO_BATCHING, Form, RowTerms
 from weightd.daemon.requests.rows.times import Times
-from weightd.daemon.requests.seat import QUICK_S, Seat
+from weightd.daemon.requests.seat import MAX_QUICK_S, Seat
 from weightd.daemon.requests.tally import Tally
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol import limits
 
 # A hint to try again sooner would only bring the next refusal.
-_LEAST_RETRY_S = 0.01
+_MIN_RETRY_S = 0.01
 
 # A seat that was lost is replaced by then, or there are to be fewer.
-REPLACED_S = 10.0
+REPLACEMENT_TIMEOUT_S = 10.0
 
 # Of so many of the last answers the mean duration is taken.
-_LATEST = 16
+_MEAN_WINDOW = 16
 
 # So long it is remembered how many requests there were at once.
-_PEAK_S = 1.0
+_PEAK_WINDOW_S = 1.0
 
 
 class Overdue(NamedTuple):
@@ -52,9 +52,9 @@ class Overdue(NamedTuple):
         again: what it had beside that.
     """
 
-    seat: Seat
-    hung: Job | None
-    again: list[Part]
+    slot: Seat
+    hung_batch: Job | None
+    requeued: list[Part]
 
 
 class Seats:
@@ -81,116 +81,116 @@ class Seats:
     def __init__(
         self,
         predict_timeout: float,
-        due_by: Callable[[float], object],
-        tally: Tally,
-        moved: Callable[[], object] = lambda: None,
-        ran: Callable[[Request, float, float], object] = lambda _request, _seconds, _now: None,
+        schedule_by: Callable[[float], object],
+        execution_counters: Tally,
+        on_new_device: Callable[[], object] = lambda: None,
+        on_ran: Callable[[Request, float, float], object] = lambda _request, _seconds, _now: None,
     ) -> None:
         self._predict_timeout = predict_timeout
-        self._due_by = due_by
-        self._tally = tally
-        self._moved = moved
-        self._on_ran = ran
-        self.everywhere: set[str] = set()
-        self._seats: dict[str, Seat] = {}
-        self.enlisted: dict[str, Seat] = {}
+        self._schedule_by = schedule_by
+        self._execution_counters = execution_counters
+        self._on_new_device = on_new_device
+        self._on_ran = on_ran
+        self.seen_devices: set[str] = set()
+        self._slots: dict[str, Seat] = {}
+        self.accepting: dict[str, Seat] = {}
         # How many seats there were when one was lost to a tenant, and for how long they are waited for.
-        self._missed: dict[Tenant, tuple[int, float]] = {}
+        self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
         # Those that would be, if it were their turn.
         self._paused: dict[str, Seat] = {}
         # By its name, and by that of each of its processes.
-        self._seat_of: dict[str, Seat] = {}
+        self._slot_by_process: dict[str, Seat] = {}
         self.merging: dict[str, Seat] = {}
-        self.look = float("inf")
-        self.times = Times()
-        self.meter = Meter()
-        self._peak = Peak(_PEAK_S)
+        self.next_check_at = float("inf")
+        self.estimates = Times()
+        self.counters = Meter()
+        self._request_peak = Peak(_PEAK_WINDOW_S)
         self._recalled: list[tuple[Seat, int]] = []
         # For how long the jobs of the last answers ran.
-        self._ran: deque[float] = deque(maxlen=_LATEST)
+        self._recent_durations_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
     # --- who is there -------------------------------------------------------------------------------------------
 
-    def enlist(
-        self, name: str, processes: tuple[str, ...], *, device: str = "", terms: RowTerms = WHOLE, concurrency: int = 1
+    def add_new(
+        self, name: str, processes: tuple[str, ...], *, device: str = "", policy: RowTerms = NO_BATCHING, concurrency: int = 1
     ) -> None:
         """The seat takes jobs from now on; it consists of these processes. See `Seat` for the rest."""
-        self.add(Seat(name, processes, device, terms, concurrency))
+        self.add(Seat(name, processes, device, policy, concurrency))
 
-    def add(self, seat: Seat) -> None:
+    def add(self, slot: Seat) -> None:
         """The seat takes jobs from now on; if there is one of its name already, that one does."""
-        seat = self._seats.setdefault(seat.name, seat)
-        self.enlisted[seat.name] = seat
-        self._find_merging()
-        self._seat_of.update(dict.fromkeys((seat.name, *seat.lives_on), seat))
-        if seat.device not in self.everywhere:
-            self.everywhere.add(seat.device)
-            self._moved()
+        slot = self._slots.setdefault(slot.name, slot)
+        self.accepting[slot.name] = slot
+        self._update_merging()
+        self._slot_by_process.update(dict.fromkeys((slot.name, *slot.all_processes), slot))
+        if slot.device not in self.seen_devices:
+            self.seen_devices.add(slot.device)
+            self._on_new_device()
 
-    def rate(self, process: str, terms: RowTerms) -> None:
+    def set_policy(self, process: str, policy: RowTerms) -> None:
         """From now on this may be done with the rows of requests at the seat of the process."""
-        seat = self._seat_of.get(process)
-        if seat is not None:
-            seat.terms = terms
-            self._find_merging()
+        slot = self._slot_by_process.get(process)
+        if slot is not None:
+            slot.policy = policy
+            self._update_merging()
 
-    def dismiss(self, process: str) -> None:
+    def retire(self, process: str) -> None:
         """The seat of the process gets nothing new; it may still answer what it has."""
-        seat = self._seat_of.get(process)
-        if seat is not None:
-            self.enlisted.pop(seat.name, None)
-            self._paused.pop(seat.name, None)
-            self._find_merging()
+        slot = self._slot_by_process.get(process)
+        if slot is not None:
+            self.accepting.pop(slot.name, None)
+            self._paused.pop(slot.name, None)
+            self._update_merging()
 
     def pause(self, name: str) -> None:
         """The seat gets nothing new before it goes on."""
-        seat = self.enlisted.pop(name, None)
-        if seat is not None:
-            self._paused[name] = seat
-            self._find_merging()
+        slot = self.accepting.pop(name, None)
+        if slot is not None:
+            self._paused[name] = slot
+            self._update_merging()
 
-    def go_on(self, name: str) -> None:
+    def resume(self, name: str) -> None:
         """The seat takes jobs again, if it has not been dismissed meanwhile."""
-        seat = self._paused.pop(name, None)
-        if seat is not None:
-            self.enlisted[name] = seat
-            self._find_merging()
+        slot = self._paused.pop(name, None)
+        if slot is not None:
+            self.accepting[name] = slot
+            self._update_merging()
 
-    def remove(self, seat: Seat) -> list[Part]:
+    def remove(self, slot: Seat) -> list[Part]:
         """The seat is gone, or as good as that: return what it has not answered and somebody waits for."""
-        for name in {seat.name, *seat.lives_on}:
-            del self._seat_of[name]
-        del self._seats[seat.name]
-        self.enlisted.pop(seat.name, None)
-        self._paused.pop(seat.name, None)
-        self._find_merging()
-        seat.lost()
-        for batch in seat.jobs.values():
-            batch.settle(0.0)
-        return [item for batch in seat.jobs.values() for item in batch.awaited]
+        for name in {slot.name, *slot.all_processes}:
+            del self._slot_by_process[name]
+        del self._slots[slot.name]
+        self.accepting.pop(slot.name, None)
+        self._paused.pop(slot.name, None)
+        self._update_merging()
+        slot.on_lost()
+        for batch in slot.batches.values():
+            batch.record_time(0.0)
+        return [item for batch in slot.batches.values() for item in batch.awaited_items]
 
-    def of(self, process: str) -> Seat | None:
+    def slot_of(self, process: str) -> Seat | None:
         """Return where the process runs jobs, or has run some that it may still answer."""
-        return self._seat_of.get(process)
+        return self._slot_by_process.get(process)
 
     def lockstep_of(self, process: str) -> Lockstep | None:
         """Return that of its seat; None if it has none, or computes alone."""
-        seat = self._seat_of.get(process)
-        return None if seat is None else seat.lockstep
+        slot = self._slot_by_process.get(process)
+        return None if slot is None else slot.lockstep
 
     def in_flight(self, process: str) -> int:
         """Jobs that the seat of the process has, whether or not somebody waits for them."""
-        seat = self._seat_of.get(process)
-        return 0 if seat is None else len(seat.jobs)
+        slot = self._slot_by_process.get(process)
+        return 0 if slot is None else len(slot.batches)
 
     def is_busy(self, process: str) -> bool:
         """Return whether the process computes, be it for another model."""
-        seat = self._seat_of.get(process)
-        return seat is not None and seat.is_busy
+        slot = self._slot_by_process.get(process)
+        return slot is not None and slot.is_busy
 
     # --- what they are given ------------------------------------------------------------------------------------
 
-    def freest(self, request: Request, cut: Cut | None, waiting: Iterable[Request], now: float) -> Seat | None:
+    def least_loaded(self, request: Request, split: Cut | None, waiting: Iterable[Request], now: float) -> Seat | None:
         """Return the seat with the least to do that has credit, the first of them; None if none has any.
 
         Args:
@@ -199,126 +199,126 @@ class Seats:
             waiting: what could share its job: it does not wait for a seat while that may become more.
             now: the clock.
         """
-        freest, least = None, float("inf")
-        for slot in self.enlisted.values():
-            if cut is not None and slot.terms != cut.terms:
+        least_loaded, min_load = None, float("inf")
+        for slot in self.accepting.values():
+            if split is not None and slot.policy != split.policy:
                 continue
-            if not slot.jobs:
+            if not slot.batches:
                 return slot
-            load = len(slot.jobs) / slot.concurrency
-            if load < least and slot.takes(request.company, now) and self._may_be_behind(slot, request, waiting, now):
-                freest, least = slot, load
-        return freest
+            load = len(slot.batches) / slot.concurrency
+            if load < min_load and slot.accepts(request.isolation, now) and self._can_queue_behind(slot, request, waiting, now):
+                least_loaded, min_load = slot, load
+        return least_loaded
 
-    def open(self, now: float) -> list[Seat]:
+    def free_slots(self, now: float) -> list[Seat]:
         """Return those that would begin with a job at once, the one with the least to do first."""
-        free = [slot for slot in self.enlisted.values() if slot.is_free and slot.takes(Company.ANY, now)]
-        return sorted(free, key=lambda slot: len(slot.jobs) / slot.concurrency)
+        free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Company.BATCHABLE, now)]
+        return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
 
-    def together(self, seat: Seat, request: Request, form: Form, waiting: forming.Mates, now: float) -> forming.Group:
+    def form_batch(self, slot: Seat, request: Request, batch_key: Form, waiting: forming.Mates, now: float) -> forming.Group:
         """Return what shares a job of a seat that is free with a request of this form, of all that waits."""
-        where = self._where(seat, self._share(seat, form, 1 + waiting.number, now), waiting.longest)
-        return forming.together(request, form, waiting.requests, where, now)
+        constraints = self._constraints(slot, self._max_requests(slot, batch_key, 1 + waiting.count, now), waiting.max_s)
+        return forming.form_batch(request, batch_key, waiting.requests, constraints, now)
 
-    def expected(self, seat: Seat, job: Job) -> float:
+    def expected_s(self, slot: Seat, batch: Job) -> float:
         """Return how many seconds a job will take at a seat, about; 0.0 where nobody knows."""
-        known = self.times.expected(seat.device, job.form.kind, job.rows) if job.form is not None else 0.0
-        return known or job.count * self.mean
+        estimate_s = self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows) if batch.batch_key is not None else 0.0
+        return estimate_s or batch.item_count * self.mean_item_s
 
     @property
-    def mean(self) -> float:
+    def mean_item_s(self) -> float:
         """The seconds that a part took of late; 0.0 before anything was answered."""
-        return sum(self._ran) / len(self._ran) if self._ran else 0.0
+        return sum(self._recent_durations_s) / len(self._recent_durations_s) if self._recent_durations_s else 0.0
 
-    def give(self, seat: Seat, job: Job, now: float) -> None:
+    def assign(self, slot: Seat, batch: Job, now: float) -> None:
         """Have the seat run a job, as soon as it has nothing before it."""
-        for item in job.parts.values():
+        for item in batch.items.values():
             request = item.request
-            if not request.begun:
-                request.begun = True
-                waited = now - request.arrived
-                request.account.waited(waited)
-                self.meter.queue.add(waited)
-                request.tenant.quota.begins(request.nbytes)
-        look = now + self._predict_timeout if seat.give(job, now) else seat.since + QUICK_S
-        if look < self.look:
-            self.look = look
-            self._due_by(look)
+            if not request.has_started:
+                request.has_started = True
+                waited = now - request.arrived_at
+                request.usage.add_queue_time(waited)
+                self.counters.queue.add(waited)
+                request.tenant.quota.start_request(request.nbytes)
+        next_check_at = now + self._predict_timeout if slot.add_batch(batch, now) else slot.busy_since + MAX_QUICK_S
+        if next_check_at < self.next_check_at:
+            self.next_check_at = next_check_at
+            self._schedule_by(next_check_at)
 
     def finish(self, process: str, number: int, now: float) -> Part | None:
         """A process has answered a part for its seat; return it, or None if nobody waits for this answer any more."""
-        seat = self._seat_of.get(process)
-        job = None if seat is None else seat.job_of(number)
-        if seat is None or job is None:
+        slot = self._slot_by_process.get(process)
+        batch = None if slot is None else slot.batch_of(number)
+        if slot is None or batch is None:
             return None
-        part = job.parts.pop(number)
-        if job.parts:
-            job.answered += (part,)
+        item = batch.items.pop(number)
+        if batch.items:
+            batch.answered_items += (item,)
         else:
-            took = seat.finished(job, now)
-            job.settle(took, part)
-            self._tell_ran(job, part, took, now)
-            self._ran.append(took / job.count)
-            self._tally.executions += 1
-            self.meter.compute.add(took)
-            if job.form is not None:
-                self._tally.ran_rows(job.rows, seat.terms.padded(job.rows))
-                self.meter.rows.add(job.rows)
-                self.times.add(seat.device, job.form.kind, job.rows, took)
-        return part if part.is_awaited else None
+            duration_s = slot.finish_batch(batch, now)
+            batch.record_time(duration_s, item)
+            self._report_ran(batch, item, duration_s, now)
+            self._recent_durations_s.append(duration_s / batch.item_count)
+            self._execution_counters.executions += 1
+            self.counters.compute.add(duration_s)
+            if batch.batch_key is not None:
+                self._execution_counters.count_rows(batch.rows, slot.policy.padded_rows(batch.rows))
+                self.counters.rows.add(batch.rows)
+                self.estimates.add(slot.device, batch.batch_key.kind, batch.rows, duration_s)
+        return item if item.is_awaited else None
 
     # --- what is taken from them --------------------------------------------------------------------------------
 
-    def end(self, unfit: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
+    def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
         """End what seats have that is `unfit`; return each request once, with whether a seat is running any of it.
 
         What a seat runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
         """
-        return list(self._end(lambda batch: [item for item in batch.awaited if unfit(item.request)]).items())
+        return list(self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items())
 
-    def end_each(self, requests: Sequence[Request]) -> dict[Request, bool]:
+    def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
         """End what seats have of these requests, without a look at others; return them as `end` does."""
 
         def gone(batch: Job) -> list[Part]:
-            return [item for each in requests if (item := batch.part_of(each)) is not None and item.is_awaited]
+            return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
 
-        return self._end(gone)
+        return self._end_items(gone)
 
-    def recall(self, cut: Cut) -> None:
+    def recall_split(self, split: Cut) -> None:
         """Take the parts of a request back from the seats that have not begun with them."""
-        for slot in self._seats.values():
-            for batch in slot.ready:
-                mine = [item.number for item in batch.parts.values() if item.cut is cut]
+        for slot in self._slots.values():
+            for batch in slot.queued_batches:
+                mine = [item.number for item in batch.items.values() if item.split is split]
                 if mine:
-                    self._recall(slot, batch, mine)
+                    self._recall_items(slot, batch, mine)
 
-    def overdue(self, now: float) -> Iterator[Overdue]:
+    def take_overdue(self, now: float) -> Iterator[Overdue]:
         """Take out the seats that have computed for too long, and take back what waits behind one that runs long."""
-        if now < self.look:
+        if now < self.next_check_at:
             return
-        for slot in list(self._seats.values()):
-            if not slot.jobs:
+        for slot in list(self._slots.values()):
+            if not slot.batches:
                 continue
-            if now >= slot.since + self._predict_timeout:
-                longest = min(slot.jobs.values(), key=lambda batch: batch.began)
-                del slot.jobs[longest.number]
-                longest.settle(now - longest.began)
-                for item in longest.parts.values():
-                    self._tell_ran(longest, item, now - longest.began, now)
+            if now >= slot.busy_since + self._predict_timeout:
+                longest = min(slot.batches.values(), key=lambda batch: batch.started_at)
+                del slot.batches[longest.number]
+                longest.record_time(now - longest.started_at)
+                for item in longest.items.values():
+                    self._report_ran(longest, item, now - longest.started_at, now)
                 yield Overdue(slot, longest, self.remove(slot))
-            elif now >= slot.since + QUICK_S:
-                requeued = [item for batch in slot.ready for item in self._recall(slot, batch, list(batch.parts))]
+            elif now >= slot.busy_since + MAX_QUICK_S:
+                requeued = [item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))]
                 yield Overdue(slot, None, requeued)
-        self.look = min((self._due(slot) for slot in self._seats.values()), default=float("inf"))
+        self.next_check_at = min((self._next_check_of(slot) for slot in self._slots.values()), default=float("inf"))
 
-    def take_back(self, but: Tenant) -> list[Part]:
+    def recall_of_others(self, tenant: Tenant) -> list[Part]:
         """Take back what seats have not begun with and is another tenant's; return what is awaited of that."""
-        again: list[Part] = []
-        for slot in self._seats.values():
-            for batch in slot.ready:
-                if any(request.tenant is not but for request in batch.requests):
-                    again += self._recall(slot, batch, list(batch.parts))
-        return again
+        recalled: list[Part] = []
+        for slot in self._slots.values():
+            for batch in slot.queued_batches:
+                if any(request.tenant is not tenant for request in batch.requests):
+                    recalled += self._recall_items(slot, batch, list(batch.items))
+        return recalled
 
     def take_recalled(self) -> Sequence[tuple[Seat, int]]:
         """Return what seats have in vain, by the part's number, so that they need not begin with it; and forget it."""
@@ -330,120 +330,120 @@ class Seats:
     # --- what they tell -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Seat]:
-        return iter(self._seats.values())
+        return iter(self._slots.values())
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """Requests of which they have something that somebody waits for."""
         return len(
-            {item.request for slot in self._seats.values() for batch in slot.jobs.values() for item in batch.awaited}
+            {item.request for slot in self._slots.values() for batch in slot.batches.values() for item in batch.awaited_items}
         )
 
-    def devices(self, terms: RowTerms) -> list[str]:
+    def devices_with(self, policy: RowTerms) -> list[str]:
         """Return where those are that take jobs on these terms."""
-        return [slot.device for slot in self.enlisted.values() if slot.terms == terms]
+        return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
-    def run_confined(self, tenant: Tenant | None = None) -> bool:
+    def is_confined_running(self, tenant: Tenant | None = None) -> bool:
         """Return whether a seat has a job that is confined, or was lost to one; of this tenant where one is given."""
-        if self._missed and (tenant is None or tenant in self._missed):
+        if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
             return True
-        return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._seats.values())
+        return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots.values())
 
-    def lost_to(self, tenant: Tenant, now: float) -> None:
+    def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
         """A seat is about to be lost to what a tenant has asked: that was its seat until another one is there."""
-        until = now + REPLACED_S
-        self._missed[tenant] = len(self.enlisted) + len(self._paused), until
-        self._due_by(until)
+        deadline = now + REPLACEMENT_TIMEOUT_S
+        self._unreplaced_by_tenant[tenant] = len(self.accepting) + len(self._paused), deadline
+        self._schedule_by(deadline)
 
-    def look_for_missed(self, now: float) -> None:
+    def update_unreplaced(self, now: float) -> None:
         """See which seats that were lost to tenants have been replaced."""
-        if not self._missed:
+        if not self._unreplaced_by_tenant:
             return
-        there = len(self.enlisted) + len(self._paused)
-        self._missed = {
-            tenant: (count, deadline) for tenant, (count, deadline) in self._missed.items() if there < count and now < deadline
+        slot_count = len(self.accepting) + len(self._paused)
+        self._unreplaced_by_tenant = {
+            tenant: (count, deadline) for tenant, (count, deadline) in self._unreplaced_by_tenant.items() if slot_count < count and now < deadline
         }
 
-    def retry_after(self, queued: int, now: float) -> float | None:
+    def retry_after_s(self, queued: int, now: float) -> float | None:
         """Return in how many seconds there may be room in a queue that is full.
 
         It has moved on by one place for each seat after the time that a request takes. Before anything was answered
         nobody knows how long that is.
         """
-        taking = len(self.enlisted) + len(self._paused)
-        if not self._ran or not taking:
+        slot_count = len(self.accepting) + len(self._paused)
+        if not self._recent_durations_s or not slot_count:
             return None
-        running = max((now - slot.since for slot in self._seats.values() if slot.jobs), default=0.0)
-        seconds = max(self.mean, running) * queued / taking
-        return max(seconds, _LEAST_RETRY_S)
+        busy_s = max((now - slot.busy_since for slot in self._slots.values() if slot.batches), default=0.0)
+        seconds = max(self.mean_item_s, busy_s) * queued / slot_count
+        return max(seconds, _MIN_RETRY_S)
 
-    def spare(self, now: float, long_s: float) -> int:
+    def count_spare(self, now: float, long_s: float) -> int:
         """Return how many jobs the seats could run beside those that are long, or have run for `long_s` seconds."""
-        seats = (*self.enlisted.values(), *self._paused.values())
-        return sum(max(0, slot.concurrency - slot.long_jobs(now, long_s)) for slot in seats)
+        slots = (*self.accepting.values(), *self._paused.values())
+        return sum(max(0, slot.concurrency - slot.count_long(now, long_s)) for slot in slots)
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _tell_ran(self, job: Job, part: Part, seconds: float, now: float) -> None:
-        if job.bill is not None and job.count == 1 and part.cut is None:
-            self._on_ran(part.request, seconds, now)
+    def _report_ran(self, batch: Job, item: Part, seconds: float, now: float) -> None:
+        if batch.charge is not None and batch.item_count == 1 and item.split is None:
+            self._on_ran(item.request, seconds, now)
 
-    def _may_be_behind(self, seat: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
+    def _can_queue_behind(self, slot: Seat, request: Request, waiting: Iterable[Request], now: float) -> bool:
         """Whether nothing that may still come could share the request's job, so that it need not wait for the seat."""
-        form = seat.terms.form(request.description) if seat.terms.merges and not seat.is_free else None
-        return form is None or forming.together(request, form, waiting, self._where(seat), now).is_full
+        batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
+        return batch_key is None or forming.form_batch(request, batch_key, waiting, self._constraints(slot), now).is_full
 
-    def _where(self, seat: Seat, most: int = limits.MAX_BATCH_ITEMS, longest: float = math.inf) -> forming.Where:
-        return forming.Where(seat.terms, partial(self.times.expected, seat.device), most, longest)
+    def _constraints(self, slot: Seat, max_requests: int = limits.MAX_BATCH_ITEMS, max_s: float = math.inf) -> forming.Where:
+        return forming.Where(slot.policy, partial(self.estimates.expected_s, slot.device), max_requests, max_s)
 
-    def _share(self, seat: Seat, form: Form, waiting: int, now: float) -> int:
+    def _max_requests(self, slot: Seat, batch_key: Form, waiting: int, now: float) -> int:
         """How many of the requests that wait may share a job: those of the seats that are free share all there are.
 
         A seat counts that will be free before this one had run what waits. And what there was a moment ago is counted:
         who has just been answered asks again.
         """
-        seats = self.merging.values()
-        running = sum(batch.count for each in seats for batch in each.jobs.values())
-        peak = self._peak.add(waiting + running, now)
-        end = now + self.times.expected(seat.device, form.kind, min(waiting * form.rows, seat.terms.max_rows))
-        return math.ceil(peak / (1 + sum(self._free_at(each) <= end for each in seats if each is not seat)))
+        slots = self.merging.values()
+        running = sum(batch.item_count for each in slots for batch in each.batches.values())
+        peak = self._request_peak.add(waiting + running, now)
+        completes_at = now + self.estimates.expected_s(slot.device, batch_key.kind, min(waiting * batch_key.rows, slot.policy.max_rows))
+        return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
-    def _free_at(self, seat: Seat) -> float:
+    def _free_at(self, slot: Seat) -> float:
         """When a seat will have run what it has, as far as is known."""
-        at = seat.since if seat.jobs else -math.inf
-        for batch in seat.jobs.values():
-            if batch.form is None:
+        free_at = slot.busy_since if slot.batches else -math.inf
+        for batch in slot.batches.values():
+            if batch.batch_key is None:
                 return math.inf
-            at += self.times.expected(seat.device, batch.form.kind, batch.rows)
-        return at
+            free_at += self.estimates.expected_s(slot.device, batch.batch_key.kind, batch.rows)
+        return free_at
 
-    def _end(self, chosen: Callable[[Job], list[Part]]) -> dict[Request, bool]:
+    def _end_items(self, select: Callable[[Job], list[Part]]) -> dict[Request, bool]:
         """End the requests of the parts that are chosen of each job; return whether a seat is running any of each."""
         ended: dict[Request, bool] = {}
-        for slot in self._seats.values():
-            for batch in list(slot.jobs.values()):
-                chosen_items = chosen(batch)
+        for slot in self._slots.values():
+            for batch in list(slot.batches.values()):
+                chosen_items = select(batch)
                 for item in chosen_items:
-                    ended[item.request] = ended.get(item.request, False) or batch.has_begun
-                if chosen_items and not batch.has_begun:
-                    self._recall(slot, batch, [item.number for item in chosen_items])
+                    ended[item.request] = ended.get(item.request, False) or batch.has_started
+                if chosen_items and not batch.has_started:
+                    self._recall_items(slot, batch, [item.number for item in chosen_items])
         for request in ended:
-            request.ended = True
+            request.is_ended = True
         return ended
 
-    def _recall(self, seat: Seat, job: Job, numbers: Sequence[int]) -> list[Part]:
+    def _recall_items(self, slot: Seat, batch: Job, numbers: Sequence[int]) -> list[Part]:
         """Take these parts of a job back from a seat that has not begun with it; return those that are awaited."""
-        parts = [job.parts.pop(number) for number in numbers]
-        self._recalled += [(seat, number) for number in numbers]
-        if not job.parts:
-            job.settle(0.0)
-            del seat.jobs[job.number]
-        return [item for item in parts if item.is_awaited]
+        items = [batch.items.pop(number) for number in numbers]
+        self._recalled += [(slot, number) for number in numbers]
+        if not batch.items:
+            batch.record_time(0.0)
+            del slot.batches[batch.number]
+        return [item for item in items if item.is_awaited]
 
-    def _due(self, seat: Seat) -> float:
-        if not seat.jobs:
+    def _next_check_of(self, slot: Seat) -> float:
+        if not slot.batches:
             return float("inf")
-        return seat.since + (QUICK_S if seat.ready else self._predict_timeout)
+        return slot.busy_since + (MAX_QUICK_S if slot.queued_batches else self._predict_timeout)
 
-    def _find_merging(self) -> None:
-        self.merging = {name: slot for name, slot in self.enlisted.items() if slot.terms.merges}
+    def _update_merging(self) -> None:
+        self.merging = {name: slot for name, slot in self.accepting.items() if slot.policy.can_merge}

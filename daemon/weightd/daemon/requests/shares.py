@@ -19,17 +19,17 @@ from weightd.shared.devices import CPU, is_cpu
 
 # While somebody waits who has had less than the others, it is owed no more than this, in seconds of its weight: it may
 # have waited for a model that has few seats, and would otherwise have all seats of another one for as long, one day.
-MOST_OWED_S = 1.0
+MAX_CREDIT_S = 1.0
 
 # So long after two tenants have asked, both are counted on.
-SEVERAL_S = 10.0
+MULTI_TENANT_HOLD_S = 10.0
 
 # Accounts that nobody needs any more are looked for when there are more than these, and twice as many as were needed.
-_LEAST_KEPT = 16
+_MIN_SHARES = 16
 
 
 @dataclass(eq=False, slots=True)
-class _Account:
+class _TenantShare:
     """What a tenant has had of a device.
 
     Attributes:
@@ -40,11 +40,11 @@ class _Account:
         turn: the number of the last job that it had; of two that have had as much, the other is next.
     """
 
-    paid: float
+    virtual_s: float
     weight: float
-    guessed: float = 0.0
-    stays: int = 0
-    turn: int = 0
+    pending_s: float = 0.0
+    active_count: int = 0
+    last_batch_number: int = 0
 
 
 class Clock:
@@ -52,86 +52,86 @@ class Clock:
 
     def __init__(self) -> None:
         # What who began last had paid: nothing that is only guessed comes into it, or a wrong guess would stay there.
-        self._now = 0.0
-        self._accounts: dict[Tenant, _Account] = {}
-        self._turns = itertools.count(1)
-        self._look_at = _LEAST_KEPT
+        self._virtual_time = 0.0
+        self._shares: dict[Tenant, _TenantShare] = {}
+        self._batch_numbers = itertools.count(1)
+        self._drop_size = _MIN_SHARES
 
     def __len__(self) -> int:
-        return len(self._accounts)
+        return len(self._shares)
 
-    def comes(self, tenant: Tenant) -> None:
+    def add_active(self, tenant: Tenant) -> None:
         """Something of the tenant waits in one more line of a model that runs here."""
-        account = self._accounts.get(tenant)
-        if account is None:
-            self._forget()
-            account = self._accounts[tenant] = _Account(self._now, tenant.config.weight)
-        if not account.stays:
-            account.paid = max(account.paid, self._now)
-        account.stays += 1
+        tenant_share = self._shares.get(tenant)
+        if tenant_share is None:
+            self._drop_inactive()
+            tenant_share = self._shares[tenant] = _TenantShare(self._virtual_time, tenant.config.weight)
+        if not tenant_share.active_count:
+            tenant_share.virtual_s = max(tenant_share.virtual_s, self._virtual_time)
+        tenant_share.active_count += 1
 
-    def goes(self, tenant: Tenant) -> None:
+    def remove_active(self, tenant: Tenant) -> None:
         """Nothing of it waits there any more."""
-        account = self._accounts[tenant]
-        account.stays -= 1
-        if not any(each.stays for each in self._accounts.values()):
+        tenant_share = self._shares[tenant]
+        tenant_share.active_count -= 1
+        if not any(each.active_count for each in self._shares.values()):
             # Nobody uses the device: nobody is before anybody else.
-            self._now = max(self._now, *(each.paid for each in self._accounts.values()))
-            self._accounts.clear()
+            self._virtual_time = max(self._virtual_time, *(each.virtual_s for each in self._shares.values()))
+            self._shares.clear()
 
-    def order(self, tenant: Tenant) -> tuple[float, int]:
+    def sort_key(self, tenant: Tenant) -> tuple[float, int]:
         """Return what is less for a tenant that is next. There is an account of it."""
-        account = self._of(tenant)
-        owed = self._now - MOST_OWED_S / account.weight
-        return max(account.paid + account.guessed / account.weight, owed), account.turn
+        tenant_share = self._share_of(tenant)
+        min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
+        return max(tenant_share.virtual_s + tenant_share.pending_s / tenant_share.weight, min_virtual_s), tenant_share.last_batch_number
 
-    def begin(self, shares: Mapping[Tenant, float], guess: float) -> Bill:
+    def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Bill:
         """A job begins that will take about so many seconds, of which these tenants have these shares.
 
         The first of them is the one whose turn it was.
         """
-        now, turn = self._now, next(self._turns)
+        virtual_time, batch_number = self._virtual_time, next(self._batch_numbers)
         entries: list[tuple[Tenant, float, float]] = []
         for index, (tenant, share) in enumerate(shares.items()):
-            self.comes(tenant)
-            tenant_share = self._of(tenant)
-            tenant_share.paid = max(tenant_share.paid, now - MOST_OWED_S / tenant_share.weight)
+            self.add_active(tenant)
+            tenant_share = self._share_of(tenant)
+            tenant_share.virtual_s = max(tenant_share.virtual_s, virtual_time - MAX_CREDIT_S / tenant_share.weight)
             if not index:
-                self._now = max(now, tenant_share.paid)
-            guessed = guess * share
-            tenant_share.guessed += guessed
-            tenant_share.turn = turn
+                self._virtual_time = max(virtual_time, tenant_share.virtual_s)
+            guessed = expected_s * share
+            tenant_share.pending_s += guessed
+            tenant_share.last_batch_number = batch_number
             entries.append((tenant, share, guessed))
         return Bill(self, entries)
 
-    def end(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
+    def finish_batch(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
         """A job that had begun has ended after so many seconds."""
         for tenant, share, guessed in entries:
-            tenant_share = self._of(tenant)
-            tenant_share.guessed = max(0.0, tenant_share.guessed - guessed)
-            tenant_share.paid += seconds * share / tenant_share.weight
+            tenant_share = self._share_of(tenant)
+            tenant_share.pending_s = max(0.0, tenant_share.pending_s - guessed)
+            tenant_share.virtual_s += seconds * share / tenant_share.weight
         for tenant, _, _ in entries:
-            self.goes(tenant)
+            self.remove_active(tenant)
 
-    def _of(self, tenant: Tenant) -> _Account:
+    def _share_of(self, tenant: Tenant) -> _TenantShare:
         """Return the account of a tenant, of which there is one.
 
         Where its weight has changed, it is as many seconds before the clock, or behind it, as it was: who is given more
         does not wait for what it has had when it was given less.
         """
-        account, weight = self._accounts[tenant], tenant.config.weight
-        if account.weight != weight:
-            account.paid = self._now + (account.paid - self._now) * account.weight / weight
-            account.weight = weight
-        return account
+        tenant_share, weight = self._shares[tenant], tenant.config.weight
+        if tenant_share.weight != weight:
+            tenant_share.virtual_s = self._virtual_time + (tenant_share.virtual_s - self._virtual_time) * tenant_share.weight / weight
+            tenant_share.weight = weight
+        return tenant_share
 
-    def _forget(self) -> None:
+    def _drop_inactive(self) -> None:
         """Who has nothing here, and would begin at the clock's time, needs no account."""
-        if len(self._accounts) < self._look_at:
+        if len(self._shares) < self._drop_size:
             return
-        kept = {name: each for name, each in self._accounts.items() if each.stays or each.paid > self._now}
-        self._accounts = kept
-        self._look_at = max(_LEAST_KEPT, 2 * len(kept))
+        shares = {name: each for name, each in self._shares.items() if each.active_count or each.virtual_s > self._virtual_time}
+        self._shares = shares
+        self._drop_size = max(_MIN_SHARES, 2 * len(shares))
 
 
 class Bill:
@@ -150,7 +150,7 @@ class Bill:
 
     def settle(self, seconds: float) -> None:
         """The job has ended, and has had its seat for so many seconds that count."""
-        self._clock.end(self._entries, seconds)
+        self._clock.finish_batch(self._entries, seconds)
 
 
 class Clocks:
@@ -166,22 +166,22 @@ class Clocks:
     """
 
     def __init__(self, max_job_s: float = 0.1) -> None:
-        self.max_job_s = max_job_s
-        self.last: Tenant | None = None
-        self.until = -float("inf")
+        self.max_batch_s = max_job_s
+        self.last_tenant: Tenant | None = None
+        self.multi_tenant_until = -float("inf")
         self._clocks: dict[str, Clock] = {}
 
-    def of(self, device: str) -> Clock:
+    def clock_of(self, device: str) -> Clock:
         """Return the clock of a device."""
         clock = self._clocks.get(device)
         if clock is None:
-            whole = CPU if is_cpu(device) else device
-            clock = self._clocks[device] = self._clocks.setdefault(whole, Clock())
+            clock_device = CPU if is_cpu(device) else device
+            clock = self._clocks[device] = self._clocks.setdefault(clock_device, Clock())
         return clock
 
-    def asks(self, tenant: Tenant, now: float) -> None:
+    def on_request(self, tenant: Tenant, now: float) -> None:
         """Somebody asks for anything."""
-        if tenant is not self.last:
-            if self.last is not None:
-                self.until = now + SEVERAL_S
-            self.last = tenant
+        if tenant is not self.last_tenant:
+            if self.last_tenant is not None:
+                self.multi_tenant_until = now + MULTI_TENANT_HOLD_S
+            self.last_tenant = tenant

@@ -17,18 +17,18 @@ class Tally:
 
     def __init__(self) -> None:
         self.executions = 0
-        self.padded = 0
-        self.cuts = 0
-        self.again = 0
-        self._rows: dict[int, int] = {}
+        self.padded_rows = 0
+        self.split_requests = 0
+        self.retried_items = 0
+        self._batches_by_power: dict[int, int] = {}
 
     @property
-    def rows(self) -> Mapping[int, int]:
+    def batches_by_rows(self) -> Mapping[int, int]:
         """How many jobs had rows up to each power of two, and more than the one before; of others nothing is known."""
-        return {1 << power: count for power, count in sorted(self._rows.items())}
+        return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
-    def ran_rows(self, rows: int, padded: int) -> None:
+    def count_rows(self, rows: int, padded: int) -> None:
         """A job of rows was answered; `padded` are those that the model was given, 0 if they are its own."""
         power = (rows - 1).bit_length()
-        self._rows[power] = self._rows.get(power, 0) + 1
-        self.padded += max(0, padded - rows)
+        self._batches_by_power[power] = self._batches_by_power.get(power, 0) + 1
+        self.padded_rows += max(0, padded - rows)

@@ -17,12 +17,12 @@ from weightd.daemon.requests.seat import Seat
 from weightd.daemon.requests.seats import Seats
 
 
-class _Member(NamedTuple):
+class _Participant(NamedTuple):
     """A desk, as far as it has to do with the process: its seat there and all others, what waits, what assigns that."""
 
-    seat: Seat
-    seats: Seats
-    line: Line
+    slot: Seat
+    slots: Seats
+    queue: Line
     dispatch: Callable[[float], None]
 
 
@@ -34,43 +34,43 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.running: Seat | None = None
-        self._members: list[_Member] = []
-        self._is_over = False
+        self.active_slot: Seat | None = None
+        self._participants: list[_Participant] = []
+        self._is_closed = False
 
-    def join(self, seat: Seat, seats: Seats, line: Line, dispatch: Callable[[float], None]) -> None:
+    def add(self, slot: Seat, slots: Seats, request_queue: Line, dispatch: Callable[[float], None]) -> None:
         """A desk has a seat at the process from now on, where it is of those that have one already."""
-        seats.add(seat)
-        self._members.append(_Member(seat, seats, line, dispatch))
-        if self.running is not None or self._is_over:
-            seats.pause(seat.name)
+        slots.add(slot)
+        self._participants.append(_Participant(slot, slots, request_queue, dispatch))
+        if self.active_slot is not None or self._is_closed:
+            slots.pause(slot.name)
 
-    def begins(self, seat: Seat) -> None:
+    def on_start(self, slot: Seat) -> None:
         """The process has been given a job at this seat."""
-        self.running = seat
-        self._pause()
+        self.active_slot = slot
+        self._pause_all()
 
-    def ended(self, seat: Seat, now: float) -> None:
+    def on_end(self, slot: Seat, now: float) -> None:
         """The process has answered that job: the next one is that of whoever comes after, and has something to run."""
-        self.running = None
-        if self._is_over:
+        self.active_slot = None
+        if self._is_closed:
             return
-        for each in self._members:
-            each.seats.go_on(each.seat.name)
-        at = next(index for index, each in enumerate(self._members) if each.seat is seat)
+        for each in self._participants:
+            each.slots.resume(each.slot.name)
+        position = next(index for index, each in enumerate(self._participants) if each.slot is slot)
         # Who has just run one comes last; its desk sees to that itself, once it has passed on the answer.
-        for each in self._members[at + 1 :] + self._members[:at]:
-            if not each.line.is_still:
+        for each in self._participants[position + 1 :] + self._participants[:position]:
+            if not each.queue.is_idle:
                 each.dispatch(now)
 
-    def over(self) -> None:
+    def close(self) -> None:
         """The process is of no use any more, to anybody."""
-        self._is_over = True
-        self._pause()
+        self._is_closed = True
+        self._pause_all()
 
-    def _pause(self) -> None:
-        for each in self._members:
-            each.seats.pause(each.seat.name)
+    def _pause_all(self) -> None:
+        for each in self._participants:
+            each.slots.pause(each.slot.name)
 
 
 @dataclass(eq=False, slots=True)
@@ -81,29 +81,29 @@ class MemberSeat(Seat):
         turns: of the process.
     """
 
-    turns: Turns = field(default_factory=Turns)
+    scheduler: Turns = field(default_factory=Turns)
 
     @property
     def is_busy(self) -> bool:
         """Whether the process computes, for whichever model."""
-        return self.turns.running is not None
+        return self.scheduler.active_slot is not None
 
-    def long_jobs(self, now: float, long_s: float) -> int:
+    def count_long(self, now: float, long_s: float) -> int:
         """Return whether the job that the process runs, for whichever model, is long, as 0 or 1."""
-        running = self.turns.running
-        return 0 if running is None else Seat.long_jobs(running, now, long_s)
+        active_slot = self.scheduler.active_slot
+        return 0 if active_slot is None else Seat.count_long(active_slot, now, long_s)
 
-    def give(self, job: Job, now: float) -> bool:
+    def add_batch(self, batch: Job, now: float) -> bool:
         """It has a job, and begins with it."""
-        self.turns.begins(self)
-        return Seat.give(self, job, now)
+        self.scheduler.on_start(self)
+        return Seat.add_batch(self, batch, now)
 
-    def finished(self, job: Job, now: float) -> float:
+    def finish_batch(self, batch: Job, now: float) -> float:
         """It has answered a job: return for how many seconds that ran."""
-        took = Seat.finished(self, job, now)
-        self.turns.ended(self, now)
-        return took
+        duration_s = Seat.finish_batch(self, batch, now)
+        self.scheduler.on_end(self, now)
+        return duration_s
 
-    def lost(self) -> None:
+    def on_lost(self) -> None:
         """The process is of no use any more."""
-        self.turns.over()
+        self.scheduler.close()

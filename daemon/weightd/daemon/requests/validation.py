@@ -19,28 +19,28 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
         InvalidArgument: the text names the input, what was expected and what came.
     """
     if len(inputs) != len(signature) or {each.name for each in inputs} != set(signature):
-        _refuse_names(signature, inputs)
+        _raise_wrong_names(signature, inputs)
     for tensor in inputs:
         expected = signature[tensor.name]
         if tensor.datatype != expected.datatype:
             raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
-        if not _fits(expected.shape, tensor.shape):
+        if not _is_shape_allowed(expected.shape, tensor.shape):
             raise InvalidArgument(
                 f"input {tensor.name}: expected shape {expected.shape_text}{_hint(expected.shape)}, got {list(tensor.shape)}"
             )
 
 
-def with_declared_shapes(signature: Mapping[str, TensorSignature], asked: RequestDescription) -> RequestDescription:
+def with_declared_shapes(signature: Mapping[str, TensorSignature], description: RequestDescription) -> RequestDescription:
     """Return a request that `check_inputs` has accepted, with the declared shape for each input of one element.
 
     Engines receive the shape that the model declares: MindSpore Lite does not treat [] and [1] alike.
     """
     inputs = tuple(
         replace(each, shape=shape) if shape is not None and _are_one_element(shape, each.shape) else each
-        for each in asked.inputs
+        for each in description.inputs
         for shape in [signature[each.name].shape]
     )
-    return asked if inputs == asked.inputs else replace(asked, inputs=inputs)
+    return description if inputs == description.inputs else replace(description, inputs=inputs)
 
 
 def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
@@ -68,16 +68,16 @@ class RowBounds(NamedTuple):
         sizes: to which they are padded, or their last part is; none: they are not.
     """
 
-    most: int = 0
-    why: str = ""
+    max_rows: int = 0
+    limit_name: str = ""
     sizes: tuple[int, ...] = ()
 
-    def padded(self, rows: int) -> int:
+    def padded_rows(self, rows: int) -> int:
         """Return how many rows the model is given for so many."""
         return next_size(rows, self.sizes) or max(self.sizes, default=rows)
 
 
-def check_rows(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -> None:
+def check_rows(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) -> None:
     """Check how many rows a request has.
 
     Args:
@@ -88,14 +88,14 @@ def check_rows(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) ->
     Raises:
         InvalidArgument: the text names the input, what was expected and what came.
     """
-    counted = built.rows.inputs if bounds.most and built.rows is not None else ()
+    counted = built.rows.inputs if limits.max_rows and built.rows is not None else ()
     for tensor in inputs:
-        if tensor.name in counted and tensor.shape[0] > bounds.most:
-            expected = f"expected at most {bounds.most} rows ({bounds.why} of the model), got {tensor.shape[0]}"
+        if tensor.name in counted and tensor.shape[0] > limits.max_rows:
+            expected = f"expected at most {limits.max_rows} rows ({limits.limit_name} of the model), got {tensor.shape[0]}"
             raise InvalidArgument(f"input {tensor.name}: {expected}")
 
 
-def check_gears(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -> None:
+def check_gears(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) -> None:
     """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
 
     Args:
@@ -110,7 +110,7 @@ def check_gears(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -
         return
     counted = built.rows.inputs if built.rows is not None else ()
     shapes = {
-        each.name: (bounds.padded(each.shape[0]), *each.shape[1:]) if each.name in counted else each.shape
+        each.name: (limits.padded_rows(each.shape[0]), *each.shape[1:]) if each.name in counted else each.shape
         for each in inputs
     }
     free = [(each.name, axis) for each in built.inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
@@ -118,11 +118,11 @@ def check_gears(built: Built, bounds: RowBounds, inputs: Sequence[TensorSpec]) -
     if sizes not in built.gears:
         raise InvalidArgument(
             f"inputs: the model was converted for some sizes of {', '.join(f'{name}[{axis}]' for name, axis in free)} "
-            f"only: expected {_every(built)}, got {_listed(sizes)}"
+            f"only: expected {_format_gears(built)}, got {_format_sizes(sizes)}"
         )
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _format_sizes(sizes: Sequence[int]) -> str:
     return ",".join(map(str, sizes))
 
 
@@ -134,7 +134,7 @@ def _hint(expected: Sequence[int] | None) -> str:
     return " (-1: any size from 1)" if -1 in expected else ""
 
 
-def _fits(expected: Sequence[int] | None, shape: Sequence[int]) -> bool:
+def _is_shape_allowed(expected: Sequence[int] | None, shape: Sequence[int]) -> bool:
     if expected is None:
         return all(shape)
     if _are_one_element(expected, shape):
@@ -152,27 +152,27 @@ def _are_one_element(expected: Sequence[int], shape: Sequence[int]) -> bool:
     return not (expected and shape) and all(dim == 1 for dim in (*expected, *shape))
 
 
-def _refuse_names(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
-    given = [each.name for each in inputs]
-    problems = [f"{name} is missing" for name in signature if name not in given]
-    problems += [f"{name} is not an input of the model" for name in given if name not in signature]
-    problems += [f"{name} is given twice" for name in sorted({name for name in given if given.count(name) > 1})]
+def _raise_wrong_names(signature: Mapping[str, TensorSignature], inputs: Sequence[TensorSpec]) -> None:
+    names = [each.name for each in inputs]
+    problems = [f"{name} is missing" for name in signature if name not in names]
+    problems += [f"{name} is not an input of the model" for name in names if name not in signature]
+    problems += [f"{name} is given twice" for name in sorted({name for name in names if names.count(name) > 1})]
     raise InvalidArgument(f"inputs: {', '.join(problems)}; expected {', '.join(signature) or 'none'}")
 
 
-def check_same(old: Built, new: Built) -> str:
+def describe_difference(old: Built, new: Built) -> str:
     """Return how the signature of `new` differs from that of `old`, so that a client would notice, or ""."""
     for kind, old_tensors, new_tensors in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
         if {each.name: each for each in old_tensors} != {each.name: each for each in new_tensors}:
-            return f"{kind}: expected {_described(old_tensors)}, got {_described(new_tensors)}"
+            return f"{kind}: expected {_format_tensors(old_tensors)}, got {_format_tensors(new_tensors)}"
     if new.gears and not (old.gears and {*old.gears} <= {*new.gears}):
-        return f"sizes: expected {_every(old) or 'any'}, got {_every(new)}"
+        return f"sizes: expected {_format_gears(old) or 'any'}, got {_format_gears(new)}"
     return ""
 
 
-def _every(built: Built) -> str:
-    return "; ".join(map(_listed, built.gears))
+def _format_gears(built: Built) -> str:
+    return "; ".join(map(_format_sizes, built.gears))
 
 
-def _described(tensors: Sequence[TensorSignature]) -> str:
+def _format_tensors(tensors: Sequence[TensorSignature]) -> str:
     return ", ".join(f"{each.name} {each.datatype} {each.shape_text}" for each in tensors) or "none"

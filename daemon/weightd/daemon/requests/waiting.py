@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from weightd.daemon.requests.request import Request
 
 # What a level of priority is worth.
-LEVEL_S = 2.0
+PRIORITY_LEVEL_S = 2.0
 
 
-def turn(request: Request) -> tuple[float, int]:
+def sort_key(request: Request) -> tuple[float, int]:
     """Return what is less for a request that runs before another one."""
-    return request.arrived + LEVEL_S * request.level, request.number
+    return request.arrived_at + PRIORITY_LEVEL_S * request.priority_level, request.number
 
 
 class Queue:
@@ -71,15 +71,15 @@ class Queue:
     def take(self) -> Request:
         """Take out the first."""
         _, request = self._requests.popitem(last=False)
-        self._forget(request)
+        self._unindex(request)
         return request
 
     def remove(self, request: Request) -> None:
         """Take one out."""
         del self._requests[request.number]
-        self._forget(request)
+        self._unindex(request)
 
-    def _forget(self, request: Request) -> None:
+    def _unindex(self, request: Request) -> None:
         self.count -= 1
         self.nbytes -= request.nbytes
         of_client = self._index[request.client]
@@ -90,19 +90,19 @@ class Queue:
             if not of_client:
                 del self._index[request.client]
 
-    def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
+    def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
         """Take out all that are `unfit`, at the cost of a look at each."""
-        return self._withdrawn([request for request in self if unfit(request)])
+        return self._take_all([request for request in self if should_take(request)])
 
-    def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+    def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out a client's requests, or those of its requests that have this id."""
         of_client = self._index.get(client)
         if of_client is None:
             return []
         found = of_client.values() if request_id is None else [of_client.get(request_id, {})]
-        return self._withdrawn([request for each in found for request in each.values()])
+        return self._take_all([request for each in found for request in each.values()])
 
-    def _withdrawn(self, requests: list[Request]) -> list[Request]:
+    def _take_all(self, requests: list[Request]) -> list[Request]:
         for request in requests:
             self.remove(request)
         return requests
@@ -119,10 +119,10 @@ class Levels:
         self._queues = [Queue() for _ in range(count)]
 
     def __iter__(self) -> Iterator[Request]:
-        return heapq.merge(*self._queues, key=turn)
+        return heapq.merge(*self._queues, key=sort_key)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._of(request)
+        return request in self._queue_of_level(request)
 
     @property
     def count(self) -> int:
@@ -137,7 +137,7 @@ class Levels:
     @property
     def first(self) -> Request:
         """The one whose turn it is."""
-        return min((queue.first for queue in self._queues if queue.count), key=turn)
+        return min((queue.first for queue in self._queues if queue.count), key=sort_key)
 
     @property
     def last(self) -> Request:
@@ -146,32 +146,32 @@ class Levels:
 
     def append(self, request: Request) -> None:
         """Put a request at the end of its level."""
-        self._of(request).append(request)
+        self._queue_of_level(request).append(request)
 
     def put_back(self, requests: Iterable[Request]) -> None:
         """Put requests at the heads of their levels, in their order."""
         requests = list(requests)
         for queue in self._queues:
-            queue.put_back([request for request in requests if self._of(request) is queue])
+            queue.put_back([request for request in requests if self._queue_of_level(request) is queue])
 
     def take(self) -> Request:
         """Take out the first."""
-        return self._of(self.first).take()
+        return self._queue_of_level(self.first).take()
 
     def remove(self, request: Request) -> None:
         """Take one out."""
-        self._of(request).remove(request)
+        self._queue_of_level(request).remove(request)
 
-    def withdraw(self, unfit: Callable[[Request], bool]) -> list[Request]:
+    def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
         """Take out all that are `unfit`, at the cost of a look at each."""
-        return [request for queue in self._queues for request in queue.withdraw(unfit)]
+        return [request for queue in self._queues for request in queue.take_matching(should_take)]
 
-    def withdraw_of(self, client: bytes, request_id: str | None = None) -> list[Request]:
+    def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """Take out a client's requests, or those of its requests that have this id."""
-        return [request for queue in self._queues for request in queue.withdraw_of(client, request_id)]
+        return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
 
-    def _of(self, request: Request) -> Queue:
-        return self._queues[min(request.level, len(self._queues) - 1)]
+    def _queue_of_level(self, request: Request) -> Queue:
+        return self._queues[min(request.priority_level, len(self._queues) - 1)]
 
 
-Waiting = Queue | Levels
+TenantQueue = Queue | Levels

@@ -24,28 +24,28 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        self.begun: dict[tuple[str, int], Part] = {}
+        self.leases: dict[tuple[str, int], Part] = {}
 
-    def begin(self, processes: Iterable[str], part: Part) -> bool:
+    def acquire(self, processes: Iterable[str], item: Part) -> bool:
         """The processes of a seat are given a part that has room for outputs; return whether they may use it."""
-        rows, request = part.all_rows, part.request
-        if any(rows.start < other.stop and other.start < rows.stop for other in request.written):
+        rows, request = item.row_range, item.request
+        if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):
             return False
         for process in processes:
-            self.begun[process, part.number] = part
-            request.written += (rows,)
+            self.leases[process, item.number] = item
+            request.pending_writes += (rows,)
         return True
 
-    def end(self, process: str, number: int) -> list[Request]:
+    def release(self, process: str, number: int) -> list[Request]:
         """The process has done with a part; return its request if that has ended, and nobody writes for it any more."""
-        part = self.begun.pop((process, number), None)
-        if part is None:
+        item = self.leases.pop((process, number), None)
+        if item is None:
             return []
-        request = part.request
-        at = request.written.index(part.all_rows)
-        request.written = request.written[:at] + request.written[at + 1 :]
-        return [request] if request.running and not request.written else []
+        request = item.request
+        index = request.pending_writes.index(item.row_range)
+        request.pending_writes = request.pending_writes[:index] + request.pending_writes[index + 1 :]
+        return [request] if request.may_still_write and not request.pending_writes else []
 
-    def died(self, process: str) -> list[Request]:
+    def release_process(self, process: str) -> list[Request]:
         """The process has ended; return the requests whose clients have to be told."""
-        return [request for key in list(self.begun) if key[0] == process for request in self.end(*key)]
+        return [request for key in list(self.leases) if key[0] == process for request in self.release(*key)]

@@ -12,11 +12,11 @@ PATH = "/metrics"
 # Prometheus sends less than a kilobyte; a proxy in front adds as much.
 MAX_HEAD_BYTES = 8192
 
-_ENDS = (b"\r\n\r\n", b"\n\n")
+_HEAD_ENDS = (b"\r\n\r\n", b"\n\n")
 
-_REQUEST = re.compile(rb"([!-~]+) ([!-~]+) HTTP/1\.[0-9]")
+_REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/1\.[0-9]")
 
-_PLAIN = "text/plain; charset=utf-8"
+_PLAIN_TEXT = "text/plain; charset=utf-8"
 
 _REASONS = {
     200: "OK",
@@ -36,21 +36,21 @@ class Head:
     """
 
     def __init__(self) -> None:
-        self.content = bytearray()
+        self.received = bytearray()
 
     def feed(self, data: bytes) -> bool:
         """Take in what has come next; return whether nothing more is needed: it is whole, or too long."""
-        searched = max(0, len(self.content) - 3)
-        self.content += data
-        return self.is_too_long or any(end in self.content[searched:] for end in _ENDS)
+        searched = max(0, len(self.received) - 3)
+        self.received += data
+        return self.is_too_long or any(end in self.received[searched:] for end in _HEAD_ENDS)
 
     @property
     def is_too_long(self) -> bool:
         """Whether it will not be read any further."""
-        return len(self.content) > MAX_HEAD_BYTES
+        return len(self.received) > MAX_HEAD_BYTES
 
 
-def refusal(head: Head, *, is_loopback: bool) -> bytes:
+def error_response(head: Head, *, is_loopback: bool) -> bytes:
     """Return the answer to what is no request for the metrics; nothing if it is one.
 
     Args:
@@ -59,31 +59,31 @@ def refusal(head: Head, *, is_loopback: bool) -> bytes:
             name that was made to mean this host: so the request has to call it by an address, or localhost.
     """
     if head.is_too_long:
-        return answer(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
-    line, *fields = [each.rstrip(b"\r") for each in bytes(head.content).split(b"\n")]
-    request = _REQUEST.fullmatch(line)
+        return build_response(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
+    line, *fields = [each.rstrip(b"\r") for each in bytes(head.received).split(b"\n")]
+    request = _REQUEST_LINE.fullmatch(line)
     if request is None:
-        return answer(400, b"expected a request of HTTP/1.1\n")
+        return build_response(400, b"expected a request of HTTP/1.1\n")
     method, target = request.groups()
     if target.partition(b"?")[0] != PATH.encode():
-        return answer(404, f"there is only {PATH}\n".encode())
+        return build_response(404, f"there is only {PATH}\n".encode())
     if method != b"GET":
-        return answer(405, b"expected GET\n", ["Allow: GET"])
-    if is_loopback and not _means_this_host(_host(fields)):
-        return answer(421, b"expected this host's address, or localhost, as its name\n")
+        return build_response(405, b"expected GET\n", ["Allow: GET"])
+    if is_loopback and not _is_this_host(_parse_host(fields)):
+        return build_response(421, b"expected this host's address, or localhost, as its name\n")
     return b""
 
 
-def answer(status: int, body: bytes, fields: list[str] | None = None) -> bytes:
+def build_response(status: int, body: bytes, fields: list[str] | None = None) -> bytes:
     """Return an answer; the connection ends after it."""
-    return head_of(status, len(body), fields) + body
+    return response_head(status, len(body), fields) + body
 
 
-def head_of(status: int, length: int, fields: list[str] | None = None) -> bytes:
+def response_head(status: int, length: int, fields: list[str] | None = None) -> bytes:
     """Return the head of an answer whose body has so many bytes."""
     lines = [
         f"HTTP/1.1 {status} {_REASONS[status]}",
-        f"Content-Type: {CONTENT_TYPE if status == 200 else _PLAIN}",
+        f"Content-Type: {CONTENT_TYPE if status == 200 else _PLAIN_TEXT}",
         f"Content-Length: {length}",
         "X-Content-Type-Options: nosniff",
         "Connection: close",
@@ -92,7 +92,7 @@ def head_of(status: int, length: int, fields: list[str] | None = None) -> bytes:
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
-def _host(fields: list[bytes]) -> str:
+def _parse_host(fields: list[bytes]) -> str:
     """What the request calls this host; "" if nothing."""
     for field in fields:
         name, _, value = field.partition(b":")
@@ -103,7 +103,7 @@ def _host(fields: list[bytes]) -> str:
     return ""
 
 
-def _means_this_host(name: str) -> bool:
+def _is_this_host(name: str) -> bool:
     host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     try:
         ipaddress.ip_address(host)

@@ -13,15 +13,15 @@ MAX_AGE_S = 1.0
 
 # What is told is told in one piece, in a millisecond or less for some models and tenants, and in 0.1 s for all that
 # there may be of both: so the same text is good for as many times as long.
-_TIMES = 100
+_AGE_FACTOR = 100
 
 # Of the loop's time, at once.
 _SLICE_S = 0.0005
 
 # Between looks at the clock.
-_PIECES = 32
+_PIECES_PER_CLOCK_CHECK = 32
 
-Give = Callable[[bytes], object]
+OnText = Callable[[bytes], object]
 
 
 class Page:
@@ -35,41 +35,41 @@ class Page:
 
     def __init__(
         self,
-        tell: Callable[[], MetricsResponse],
-        soon: Callable[[Callable[[], object]], object],
+        collect_metrics: Callable[[], MetricsResponse],
+        call_soon: Callable[[Callable[[], object]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tell = tell
-        self._soon = soon
+        self._collect_metrics = collect_metrics
+        self._call_soon = call_soon
         self._clock = clock
         self._text = b""
-        self._until = -float("inf")
-        self._age = MAX_AGE_S
-        self._waiting: list[Give] = []
-        self._parts: list[str] = []
-        self._left: Iterator[str] = iter(())
+        self._expires_at = -float("inf")
+        self._max_age_s = MAX_AGE_S
+        self._callbacks: list[OnText] = []
+        self._pieces: list[str] = []
+        self._remaining_pieces: Iterator[str] = iter(())
 
-    def want(self, give: Give) -> None:
+    def request_text(self, on_text: OnText) -> None:
         """Have `give` called with the text, at once or soon."""
         now = self._clock()
-        if now < self._until:
-            give(self._text)
+        if now < self._expires_at:
+            on_text(self._text)
             return
-        self._waiting.append(give)
-        if len(self._waiting) == 1:
-            self._parts, self._left = [], iterate_text(self._tell())
-            self._age = max(MAX_AGE_S, _TIMES * (self._clock() - now))
-            self._soon(self._go_on)
+        self._callbacks.append(on_text)
+        if len(self._callbacks) == 1:
+            self._pieces, self._remaining_pieces = [], iterate_text(self._collect_metrics())
+            self._max_age_s = max(MAX_AGE_S, _AGE_FACTOR * (self._clock() - now))
+            self._call_soon(self._continue)
 
-    def _go_on(self) -> None:
-        end = self._clock() + _SLICE_S
-        for number, piece in enumerate(self._left, 1):
-            self._parts.append(piece)
-            if number % _PIECES == 0 and self._clock() >= end:
-                self._soon(self._go_on)
+    def _continue(self) -> None:
+        slice_end = self._clock() + _SLICE_S
+        for number, piece in enumerate(self._remaining_pieces, 1):
+            self._pieces.append(piece)
+            if number % _PIECES_PER_CLOCK_CHECK == 0 and self._clock() >= slice_end:
+                self._call_soon(self._continue)
                 return
-        self._text, self._parts = "".join(self._parts).encode(), []
-        self._until = self._clock() + self._age
-        waiting, self._waiting = self._waiting, []
-        for on_text in waiting:
+        self._text, self._pieces = "".join(self._pieces).encode(), []
+        self._expires_at = self._clock() + self._max_age_s
+        callbacks, self._callbacks = self._callbacks, []
+        for on_text in callbacks:
             on_text(self._text)

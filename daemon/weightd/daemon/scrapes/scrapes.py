@@ -14,18 +14,18 @@ from weightd.daemon.host.crowding import Crowd
 from weightd.daemon.host.logs import log_resource_error
 from weightd.daemon.host.loop import Loop
 from weightd.daemon.host.timers import Timer
-from weightd.daemon.scrapes.http import Head, head_of, refusal
+from weightd.daemon.scrapes.http import Head, response_head, error_response
 from weightd.daemon.scrapes.page import Page
 from weightd.shared.peers import Peers
 
 # Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
-MOST_S = 10.0
+TIMEOUT_S = 10.0
 
 # At once: a monitoring system has two, and somebody looks with a browser. Beyond it one ends, see `Crowd`.
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 
 # With one wake-up: who comes in crowds has the loop no longer than one who asks a model.
-_MOST_ACCEPTED = 1
+_MAX_ACCEPTED = 1
 
 _READ_BYTES = 4096
 
@@ -49,20 +49,20 @@ class _Peer:
         self.connection = connection
         self.user = user
         self.since = since
-        self.until = since + MOST_S
+        self.deadline = since + TIMEOUT_S
         self.head = Head()
-        self.is_heard = False
+        self.is_request_complete = False
         self.unsent: list[memoryview] = []
 
     @property
     def has_spoken(self) -> bool:
         """Whether its request is whole."""
-        return self.is_heard
+        return self.is_request_complete
 
     @property
     def is_busy(self) -> bool:
         """Whether it is being answered."""
-        return self.is_heard
+        return self.is_request_complete
 
 
 class Scrapes:
@@ -94,12 +94,12 @@ class Scrapes:
         self._clock = clock
         # In the order in which they came.
         self._peers: dict[int, _Peer] = {}
-        self._crowd = Crowd[_Peer]()
-        self._users = Peers()
-        self._closing = Closing(log_resource_error)
+        self._connection_limiter = Crowd[_Peer]()
+        self._peer_identifier = Peers()
+        self._descriptor_closer = Closing(log_resource_error)
         self.timer = Timer(self._on_timer)
         loop.add_timer(self.timer)
-        Accepting(listener, loop, self._let_in, _log.error, max_accepted=_MOST_ACCEPTED)
+        Accepting(listener, loop, self._on_connection, _log.error, max_accepted=_MAX_ACCEPTED)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -107,27 +107,27 @@ class Scrapes:
     def close(self) -> None:
         """Let all go."""
         for peer in list(self._peers.values()):
-            self._let_go(peer)
-        self._users.close()
+            self._disconnect(peer)
+        self._peer_identifier.close()
 
-    def _let_in(self, connection: socket.socket) -> None:
+    def _on_connection(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        user = self._users.identify(connection)
+        user = self._peer_identifier.identify(connection)
         if not user.is_known:
             connection.close()
             return
         peer = _Peer(connection, user.key, self._clock())
         self._peers[connection.fileno()] = peer
         self._loop.add(connection.fileno(), functools.partial(self._on_readable, peer))
-        self.timer.set_no_later_than(peer.until)
-        self._crowd.add(peer, peer.user)
-        for each in self._crowd.evict_excess(MOST_CONNECTIONS, "a constant"):
-            self._let_go(each.connection)
+        self.timer.set_no_later_than(peer.deadline)
+        self._connection_limiter.add(peer, peer.user)
+        for each in self._connection_limiter.evict_excess(MAX_CONNECTIONS, "a constant"):
+            self._disconnect(each.connection)
 
     def _on_readable(self, peer: _Peer) -> None:
-        if peer.is_heard:
+        if peer.is_request_complete:
             # Nothing more is read: it has gone.
-            self._let_go(peer)
+            self._disconnect(peer)
             return
         try:
             data = receive(peer.connection, _READ_BYTES)
@@ -136,25 +136,25 @@ class Scrapes:
         except (OSError, DescriptorsError):
             data = b""
         if not data:
-            self._let_go(peer)
+            self._disconnect(peer)
         elif peer.head.feed(data):
-            peer.is_heard = True
+            peer.is_request_complete = True
             self._loop.pause_reading(peer.connection.fileno())
-            refused = refusal(peer.head, is_loopback=self._is_loopback)
-            if refused:
-                self._send(peer, refused)
+            error = error_response(peer.head, is_loopback=self._is_loopback)
+            if error:
+                self._send(peer, error)
             else:
-                self._page.want(functools.partial(self._give, peer))
+                self._page.request_text(functools.partial(self._send_text, peer))
 
-    def _give(self, peer: _Peer, text: bytes) -> None:
+    def _send_text(self, peer: _Peer, text: bytes) -> None:
         """The text is there; it is the same for all who want it now, and each has its own place in it."""
-        if self._is_there(peer):
-            self._send(peer, head_of(200, len(text)), text)
+        if self._is_connected(peer):
+            self._send(peer, response_head(200, len(text)), text)
 
     def _send(self, peer: _Peer, *parts: bytes) -> None:
         peer.unsent = [memoryview(part) for part in parts]
         self._flush(peer)
-        if self._is_there(peer):
+        if self._is_connected(peer):
             self._loop.watch_writes(peer.connection.fileno(), functools.partial(self._flush, peer))
 
     def _flush(self, peer: _Peer) -> None:
@@ -166,23 +166,23 @@ class Scrapes:
             return
         except OSError:
             peer.unsent = []
-        self._let_go(peer)
+        self._disconnect(peer)
 
-    def _is_there(self, peer: _Peer) -> bool:
+    def _is_connected(self, peer: _Peer) -> bool:
         return self._peers.get(peer.connection.fileno()) is peer
 
-    def _let_go(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: _Peer) -> None:
         self._loop.remove(peer.connection.fileno())
         del self._peers[peer.connection.fileno()]
-        self._crowd.remove(peer)
+        self._connection_limiter.remove(peer)
         if peer.connection.family == socket.AF_UNIX:
-            self._closing.close_socket(peer.user, peer.connection)
+            self._descriptor_closer.close_socket(peer.user, peer.connection)
         else:
             peer.connection.close()
 
     def _on_timer(self, now: float) -> None:
         for peer in list(self._peers.values()):
-            if peer.until > now:
-                self.timer.set(peer.until)
+            if peer.deadline > now:
+                self.timer.set(peer.deadline)
                 return
-            self._let_go(peer)
+            self._disconnect(peer)

@@ -30,21 +30,21 @@ QUOTAS = (
 REASONS = (*QUOTAS, *ERRORS)
 
 # The account of what is no request of a model that there is.
-ELSEWHERE = ""
+OTHER_MODELS = ""
 
-_KNOWN = frozenset(REASONS)
+_KNOWN_REASONS = frozenset(REASONS)
 
 # Sums end here: whatever a file said that was damaged can be told, and counted on.
-_MOST = 2**62
+_MAX_COUNT = 2**62
 
 # Of so many of the last ticks a share is taken.
-_TICKS = 6
+_SHARE_SAMPLES = 6
 
 # Of each number of seconds in the file.
-_MOST_SECONDS = 1e15
+_MAX_SECONDS = 1e15
 
 _COUNT = integer(0, limits.MAX_COUNT)
-_SECONDS = number(_MOST_SECONDS)
+_SECONDS = number(_MAX_SECONDS)
 
 
 class QuotaExceeded(ResourceExhausted):
@@ -122,63 +122,63 @@ class Account:
         self.in_flight = 0
         self.refused: dict[str, int] = {}
 
-    def accepts(self, nbytes: int) -> None:
+    def count_accepted(self, nbytes: int) -> None:
         """A request is accepted, with tensors of so many bytes."""
         self.requests += 1
         self.in_flight += 1
         self.bytes_in += nbytes
 
-    def waited(self, seconds: float) -> None:
+    def add_queue_time(self, seconds: float) -> None:
         """A seat was given it, or the first of it, so long after it had come."""
         self.waited_seconds += seconds
 
-    def ran(self, seconds: float, rows: int) -> None:
+    def add_run(self, seconds: float, rows: int) -> None:
         """A seat has run it, or a part of it."""
         self.seat_seconds += seconds
         self.rows += rows
 
-    def answers(self, nbytes: int) -> None:
+    def count_served(self, nbytes: int) -> None:
         """It is answered, with tensors of so many bytes."""
         self.in_flight -= 1
         self.served += 1
         self.bytes_out += nbytes
 
-    def fails(self, error: RequestError) -> None:
+    def count_failed(self, error: RequestError) -> None:
         """It has ended in an error."""
         self.in_flight -= 1
-        self.refuses(error)
+        self.count_refused(error)
 
-    def refuses(self, error: RequestError, *, requests: int = 0) -> None:
+    def count_refused(self, error: RequestError, *, requests: int = 0) -> None:
         """A message is refused; `requests`: how many it is."""
         self.requests += requests
         reason = error.quota if isinstance(error, QuotaExceeded) else error.code
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     @property
-    def failed(self) -> int:
+    def refused_total(self) -> int:
         """All that was refused."""
         return sum(self.refused.values())
 
     @property
-    def is_blank(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was counted."""
         return not (self.requests or self.refused or self.deaths or self.seat_seconds)
 
     def add(self, other: Account | Figures) -> None:
         """Count what another one has counted, but for what is in flight there, and reasons that there are not."""
-        self.requests = min(self.requests + other.requests, _MOST)
-        self.served = min(self.served + other.served, _MOST)
-        self.rows = min(self.rows + other.rows, _MOST)
+        self.requests = min(self.requests + other.requests, _MAX_COUNT)
+        self.served = min(self.served + other.served, _MAX_COUNT)
+        self.rows = min(self.rows + other.rows, _MAX_COUNT)
         self.seat_seconds += other.seat_seconds
         self.waited_seconds += other.waited_seconds
-        self.bytes_in = min(self.bytes_in + other.bytes_in, _MOST)
-        self.bytes_out = min(self.bytes_out + other.bytes_out, _MOST)
-        self.deaths = min(self.deaths + other.deaths, _MOST)
+        self.bytes_in = min(self.bytes_in + other.bytes_in, _MAX_COUNT)
+        self.bytes_out = min(self.bytes_out + other.bytes_out, _MAX_COUNT)
+        self.deaths = min(self.deaths + other.deaths, _MAX_COUNT)
         for reason, count in other.refused.items():
-            if reason in _KNOWN:
-                self.refused[reason] = min(self.refused.get(reason, 0) + count, _MOST)
+            if reason in _KNOWN_REASONS:
+                self.refused[reason] = min(self.refused.get(reason, 0) + count, _MAX_COUNT)
 
-    def figures(self, tenant: str, model: str) -> Figures:
+    def to_record(self, tenant: str, model: str) -> Figures:
         """Return what it has counted, as it is written down."""
         return Figures(
             tenant,
@@ -186,8 +186,8 @@ class Account:
             self.requests,
             self.served,
             self.rows,
-            min(self.seat_seconds, _MOST_SECONDS),
-            min(self.waited_seconds, _MOST_SECONDS),
+            min(self.seat_seconds, _MAX_SECONDS),
+            min(self.waited_seconds, _MAX_SECONDS),
             self.bytes_in,
             self.bytes_out,
             self.deaths,
@@ -200,22 +200,22 @@ class Accounts:
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, Account]] = {}
-        self._ticks: deque[dict[str, float]] = deque(maxlen=_TICKS)
+        self._samples: deque[dict[str, float]] = deque(maxlen=_SHARE_SAMPLES)
 
-    def of(self, tenant: str, model: str) -> Account:
+    def usage_of(self, tenant: str, model: str) -> Account:
         """Return the account of a tenant for a model that there is, or for what is `ELSEWHERE`."""
-        accounts = self._tenants.get(tenant)
-        if accounts is None:
-            accounts = self._tenants[tenant] = {}
-        account = accounts.get(model)
-        if account is None:
-            account = accounts[model] = Account()
-        return account
+        usages = self._tenants.get(tenant)
+        if usages is None:
+            usages = self._tenants[tenant] = {}
+        usage = usages.get(model)
+        if usage is None:
+            usage = usages[model] = Account()
+        return usage
 
     def items(self, tenant: str) -> Iterator[tuple[str, Account]]:
         """Yield the models of which a tenant has asked anything, each with the account."""
         for model, usage in self._tenants.get(tenant, {}).items():
-            if not usage.is_blank:
+            if not usage.is_empty:
                 yield model, usage
 
     def total(self, tenant: str) -> Account:
@@ -226,22 +226,22 @@ class Accounts:
             total.in_flight += usage.in_flight
         return total
 
-    def seat_seconds(self, tenant: str) -> float:
+    def slot_seconds(self, tenant: str) -> float:
         """Return those that all requests of a tenant have taken."""
         return sum(usage.seat_seconds for usage in self._tenants.get(tenant, {}).values())
 
-    def tick(self) -> None:
+    def sample(self) -> None:
         """Some seconds have passed, about as many as since the last call: shares are those since the first of some."""
-        self._ticks.append({tenant: self.seat_seconds(tenant) for tenant in self._tenants})
+        self._samples.append({tenant: self.slot_seconds(tenant) for tenant in self._tenants})
 
     def shares(self) -> dict[str, float]:
         """Return of each tenant its part of the seat seconds of late; empty where nothing has run."""
-        before = self._ticks[0] if self._ticks else {}
-        taken = {tenant: max(0.0, self.seat_seconds(tenant) - before.get(tenant, 0.0)) for tenant in self._tenants}
-        total = sum(taken.values())
-        return {tenant: seconds / total for tenant, seconds in taken.items()} if total else {}
+        oldest = self._samples[0] if self._samples else {}
+        seconds_by_tenant = {tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants}
+        total = sum(seconds_by_tenant.values())
+        return {tenant: seconds / total for tenant, seconds in seconds_by_tenant.items()} if total else {}
 
-    def keep(self, tenants: Collection[str], models: Collection[str]) -> None:
+    def keep_only(self, tenants: Collection[str], models: Collection[str]) -> None:
         """These are all there are: forget the other tenants, and put together what was asked of other models."""
         for tenant, usages in list(self._tenants.items()):
             is_idle = not any(usage.in_flight for usage in usages.values())
@@ -249,19 +249,19 @@ class Accounts:
                 del self._tenants[tenant]
                 continue
             for model, usage in list(usages.items()):
-                if model != ELSEWHERE and model not in models and not usage.in_flight:
+                if model != OTHER_MODELS and model not in models and not usage.in_flight:
                     del usages[model]
-                    self.of(tenant, ELSEWHERE).add(usage)
+                    self.usage_of(tenant, OTHER_MODELS).add(usage)
 
     def records(self) -> Iterator[Figures]:
         """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
         for tenant in list(self._tenants):
             for model, usage in list(self.items(tenant)):
-                yield usage.figures(tenant, model)
+                yield usage.to_record(tenant, model)
 
     def restore(self, records: Iterable[Figures]) -> None:
         """Go on from what was written down."""
         for each in records:
-            self.of(each.tenant, each.model).add(each)
+            self.usage_of(each.tenant, each.model).add(each)
         # What was before is nobody's share.
-        self.tick()
+        self.sample()

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from weightd.daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, TenantConfig
 from weightd.daemon.host.crowding import NO_TENANT
 from weightd.daemon.host.membership import Members, Membership
-from weightd.daemon.tenants.tenant import EVERYONE, Tenant
+from weightd.daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 
-_OPERATORS = TenantConfig(may=RIGHTS)
+_OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
 
 
 class Proof(NamedTuple):
@@ -26,7 +26,7 @@ class Proof(NamedTuple):
     uid: int | None = None
     gids: tuple[int, ...] = ()
     key: str = ""
-    operates: bool = False
+    is_operator: bool = False
 
 
 class Directory:
@@ -42,27 +42,27 @@ class Directory:
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants: dict[str, Tenant] = {}
         # Its name cannot be that of a table.
-        self.operators = Tenant("(operators)", _OPERATORS)
-        self.renew(tenants)
+        self.operators = Tenant("(operators)", _OPERATORS_CONFIG)
+        self.configure(tenants)
 
-    def renew(self, tenants: Mapping[str, TenantConfig]) -> None:
+    def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
         """Other tables are in force; a tenant that stays is the same object."""
-        before, self._tenants = self._tenants, {}
+        previous, self._tenants = self._tenants, {}
         for name, config in tenants.items():
-            tenant = self._tenants[name] = before.get(name) or Tenant(name, config)
-            tenant.renew(config)
-        self._membership = Membership(members(tenants))
+            tenant = self._tenants[name] = previous.get(name) or Tenant(name, config)
+            tenant.set_config(config)
+        self._membership = Membership(tenant_members(tenants))
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._tenants.values() or (EVERYONE,))
+        return iter(self._tenants.values() or (DEFAULT_TENANT,))
 
     @property
-    def tells_apart(self) -> bool:
+    def has_tenants(self) -> bool:
         """Whether there are tables."""
         return bool(self._tenants)
 
     @property
-    def known(self) -> list[Tenant]:
+    def all_tenants(self) -> list[Tenant]:
         """All of them, and the operators."""
         return [*self, self.operators]
 
@@ -70,21 +70,21 @@ class Directory:
         """Return the tenant of a table, or None."""
         return self._tenants.get(name)
 
-    def of(self, proof: Proof) -> Tenant | None:
+    def tenant_of(self, credential: Proof) -> Tenant | None:
         """Return who a peer is; None where it is nobody.
 
         Its key comes before its uid, and that before its groups: of these the first that the kernel names.
         """
         if not self._tenants:
-            return EVERYONE
-        operators = self.operators.name if proof.operates else None
-        name = self._membership.tenant_of(proof.uid, proof.gids, proof.key, operators)
+            return DEFAULT_TENANT
+        operator_name = self.operators.name if credential.is_operator else None
+        name = self._membership.tenant_of(credential.uid, credential.gids, credential.key, operator_name)
         if name is None:
             return None
-        return self.operators if name == operators else self._tenants[name]
+        return self.operators if name == operator_name else self._tenants[name]
 
 
-def members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[Members]:
+def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[Members]:
     """Return who belongs to the tenants of these tables.
 
     Args:

@@ -8,7 +8,7 @@ from weightd.protocol.messages.data import RequestDescription
 from weightd.shared.tokenbuckets import TokenBucket
 
 # A guess: how long it takes until some of what there is has been computed.
-_RETRY_S = 0.1
+_RETRY_AFTER_S = 0.1
 
 
 class Quota:
@@ -30,7 +30,7 @@ class Quota:
         self.connections = 0
         self._messages = TokenBucket()
 
-    def speaks(self, config: TenantConfig, now: float) -> None:
+    def count_message(self, config: TenantConfig, now: float) -> None:
         """A message of any kind has come, or is sent on its account by another one.
 
         Raises:
@@ -46,7 +46,7 @@ class Quota:
             text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
             raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
-    def check(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
+    def check_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
         """See whether one more request may be accepted, whose tensors come with so many bytes.
 
         Its rows are the largest first dimension of its inputs.
@@ -60,14 +60,14 @@ class Quota:
                 text = f"max_rows of this tenant is {config.max_rows}, the first dimension of an input is {rows}"
                 raise QuotaExceeded("max_rows", text)
         if config.max_in_flight and self.in_flight >= config.max_in_flight:
-            raise _reached("max_in_flight", config.max_in_flight, self.in_flight)
+            raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
         if config.max_queue and self.waiting >= config.max_queue:
-            raise _reached("max_queue", config.max_queue, self.waiting)
+            raise _quota_error("max_queue", config.max_queue, self.waiting)
         # One that is alone may be larger.
         if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
-            raise _reached("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
+            raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
 
-    def connects(self, config: TenantConfig) -> None:
+    def add_connection(self, config: TenantConfig) -> None:
         """One more connection has come, and counts from now on, whatever becomes of it.
 
         Raises:
@@ -76,25 +76,25 @@ class Quota:
         self.connections += 1
         if config.max_connections and self.connections > config.max_connections:
             text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
-            raise QuotaExceeded("max_connections", text, retry_after=_RETRY_S)
+            raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
 
-    def accepts(self, nbytes: int) -> None:
+    def add_request(self, nbytes: int) -> None:
         """A request waits from now on."""
         self.in_flight += 1
         self.waiting += 1
         self.waiting_bytes += nbytes
 
-    def begins(self, nbytes: int) -> None:
+    def start_request(self, nbytes: int) -> None:
         """A seat is given it for the first time, or some of it."""
         self.waiting -= 1
         self.waiting_bytes -= nbytes
 
-    def ends(self, nbytes: int, *, begun: bool) -> None:
+    def end_request(self, nbytes: int, *, has_started: bool) -> None:
         """It has ended; `begun`: a seat had been given it."""
         self.in_flight -= 1
-        if not begun:
-            self.begins(nbytes)
+        if not has_started:
+            self.start_request(nbytes)
 
 
-def _reached(name: str, most: int, there: int) -> QuotaExceeded:
-    return QuotaExceeded(name, f"{name} of this tenant is {most}, it has {there} already", retry_after=_RETRY_S)
+def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
+    return QuotaExceeded(name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S)

@@ -29,23 +29,23 @@ class Tenant:
         self.config = config
         self.quota = Quota()
 
-    def renew(self, config: TenantConfig) -> None:
+    def set_config(self, config: TenantConfig) -> None:
         """Another configuration is in force."""
         self.config = config
         self._seen.clear()
 
-    def may(self, right: str) -> bool:
+    def has_right(self, right: str) -> bool:
         """Return whether it has a right, one of `RIGHTS`."""
         return right in self.config.may
 
-    def sees(self, model: str) -> bool:
+    def can_see(self, model: str) -> bool:
         """Return whether there is this model for it; asked of models that there are."""
-        seen = self._seen.get(model)
-        if seen is None:
-            seen = self._seen[model] = matches(model, self.config.models)
-        return seen
+        is_visible = self._seen.get(model)
+        if is_visible is None:
+            is_visible = self._seen[model] = matches(model, self.config.models)
+        return is_visible
 
-    def acts_for(self, name: str) -> bool:
+    def can_act_for(self, name: str) -> bool:
         """Return whether its requests may go on another's account."""
         return matches(name, self.config.acts_for)
 
@@ -59,7 +59,7 @@ class Viewer(NamedTuple):
     """
 
     tenant: Tenant
-    sees_all: bool
+    can_see_all: bool
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -68,4 +68,4 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 # Where there are no tables: whoever may connect may do what nobody has to be an operator for.
-EVERYONE = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))
+DEFAULT_TENANT = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))

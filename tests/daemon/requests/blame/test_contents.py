@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, content, is_small, mark
+from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, Reading, compute_digest, is_small, compute_sample_digest
 from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Request
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
@@ -24,7 +24,7 @@ def request(*frames: bytes, names: str = "ab") -> Request:
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size: int) -> None:
     one, other = request(bytes(size), b"456"), request(b"456", bytes(size), names="ba")
-    assert (mark(one), content(one)) == (mark(other), content(other))
+    assert (compute_sample_digest(one), compute_digest(one)) == (compute_sample_digest(other), compute_digest(other))
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,26 @@ def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size:
 def test_the_same_bytes_of_other_tensors_are_another_content(others: list[TensorSpec]) -> None:
     one, other = request(b"123", b"456"), request(b"123", b"456")
     other.description = RequestDescription("m", tuple(others))
-    assert content(one) != content(other)
+    assert compute_digest(one) != compute_digest(other)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_one_byte_makes_another_content_and_of_a_small_one_another_mark(size: int) -> None:
     one, other = request(bytes(size)), request(bytes(size - 1) + b"1")
-    assert content(one) != content(other)
-    assert mark(one) != mark(other)  # the last byte is looked at
+    assert compute_digest(one) != compute_digest(other)
+    assert compute_sample_digest(one) != compute_sample_digest(other)  # the last byte is looked at
     middle = request(bytes(size // 3) + b"1" + bytes(size - size // 3 - 1))
-    assert content(one) != content(middle)
-    assert mark(one) != mark(middle) or not is_small(one)
+    assert compute_digest(one) != compute_digest(middle)
+    assert compute_sample_digest(one) != compute_sample_digest(middle) or not is_small(one)
 
 
 def test_a_mark_looks_at_little_of_much() -> None:
     one = bytearray(SLICE_BYTES)
-    marks = {mark(request(bytes(one)))}
+    marks = {compute_sample_digest(request(bytes(one)))}
     for index in range(0, SLICE_BYTES, 64):
         changed = bytearray(one)
         changed[index] = 1
-        marks.add(mark(request(bytes(changed))))
+        marks.add(compute_sample_digest(request(bytes(changed))))
     assert len(marks) == pytest.approx(16 * 256 / 64, abs=16)
 
 
@@ -68,9 +68,9 @@ def test_a_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
     one = request(bytes(size))
     reading = Reading(one)
     assert [reading.step() for _ in range(steps)] == [False] * (steps - 1) + [True]
-    assert one.digest == content(request(bytes(size)))
+    assert one.digest == compute_digest(request(bytes(size)))
     one.frames = ()  # nothing is read again
-    assert content(one) == one.digest
+    assert compute_digest(one) == one.digest
     assert Reading(one).step()
 
 
@@ -81,10 +81,10 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
     framed = request(b"1" + bytes(size - 1), b"456")
     placed = request(b"", b"456")
     placed.description, placed.frames = framed.description, framed.frames[1:]
-    placed.nbytes, placed.places = 3, Places({0: Place(Memory(1, descriptor, size + 7, os.close), 7, size)}, {})
+    placed.nbytes, placed.locations = 3, Places({0: Place(Memory(1, descriptor, size + 7, os.close), 7, size)}, {})
     assert (placed.content_bytes, is_small(placed)) == (framed.nbytes, is_small(framed))
     before = os.fstat(descriptor).st_blocks
-    assert (mark(placed), content(placed)) == (mark(framed), content(framed))
+    assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(framed), compute_digest(framed))
     # Memory that was never written to takes none by being looked at.
     assert os.fstat(descriptor).st_blocks == before
 
@@ -94,7 +94,7 @@ def test_a_content_that_was_read_stays_the_same_though_its_client_changes_it(siz
     descriptor = memfd.create(size)
     placed = request(bytes(size))
     placed.frames, placed.nbytes = (), 0
-    placed.places = Places({0: Place(Memory(1, descriptor, size, os.close), 0, size)}, {})
-    digest = content(placed)
+    placed.locations = Places({0: Place(Memory(1, descriptor, size, os.close), 0, size)}, {})
+    digest = compute_digest(placed)
     os.pwrite(descriptor, b"1" * size, 0)
-    assert (mark(placed), content(placed)) == (mark(request(bytes(size))), digest)
+    assert (compute_sample_digest(placed), compute_digest(placed)) == (compute_sample_digest(request(bytes(size))), digest)

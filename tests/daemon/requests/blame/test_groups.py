@@ -11,7 +11,7 @@ import pytest
 
 from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.host.ends import By, End
-from weightd.daemon.requests.blame.guard import MAX_LOSSES
+from weightd.daemon.requests.blame.guard import MAX_LOST_SLOTS
 from weightd.daemon.requests.desk import Desk
 from weightd.daemon.requests.lockstep import Lockstep
 from weightd.daemon.requests.request import Company, Origin, Request
@@ -75,33 +75,33 @@ class Bench:
         return request
 
     def look(self) -> None:
-        while self.desk.next_event == AT_ONCE:
-            self.desk.guard.look(self.now)
+        while self.desk.next_event_at == AT_ONCE:
+            self.desk.fault_isolator.continue_fingerprint(self.now)
             self.desk.dispatch_gathered(self.now)
 
     def load(self) -> str:
         """Another group comes, and has what waits: return its name."""
         name = f"g{next(self.groups)}"
         lockstep = Lockstep((f"{name}.rank0", f"{name}.rank1"), f"{name}.rank1")
-        self.desk.enlist_ranks(name, lockstep, self.now, others=[f"{name}.broker"], terms=self.terms)
+        self.desk.add_rank_slot(name, lockstep, self.now, support_processes=[f"{name}.broker"], policy=self.terms)
         self.desk.dispatch(self.now)
         return name
 
     def running(self, name: str) -> list[int]:
         """What a group has, by the numbers of the requests."""
-        seat = self.desk.scheduler.seats.of(name)
-        return [] if seat is None else [each.number for job in seat.jobs.values() for each in job.requests]
+        seat = self.desk.scheduler.slots.slot_of(name)
+        return [] if seat is None else [each.number for job in seat.batches.values() for each in job.requests]
 
     def bury(self, name: str, but: str = "") -> None:
         """All its processes are ended, and it is told how."""
         for each in ("rank0", "rank1", "broker"):
             if each != but:
-                self.desk.died(f"{name}.{each}", OURS, self.now)
+                self.desk.on_exit(f"{name}.{each}", OURS, self.now)
 
     def serve(self, name: str, number: int) -> None:
-        self.desk.done(f"{name}.rank0", number, self.now)
+        self.desk.on_done(f"{name}.rank0", number, self.now)
         spec = TensorSpec("y", "UINT8", (1, 1))
-        self.desk.result(f"{name}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"y"], self.now)
+        self.desk.on_result(f"{name}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"y"], self.now)
         self.look()
 
 
@@ -109,32 +109,32 @@ Lose = Callable[[Bench, str], None]
 
 
 def crash(bench: Bench, name: str) -> None:
-    bench.desk.died(f"{name}.rank0", CRASH, bench.now)
+    bench.desk.on_exit(f"{name}.rank0", CRASH, bench.now)
     bench.bury(name, but="rank0")
 
 
 def hang(bench: Bench, name: str) -> None:
     bench.now += TIMEOUT_S
-    ended = [process for process, _ in bench.desk.overdue(bench.now)]
+    ended = [process for process, _ in bench.desk.overdue_processes(bench.now)]
     assert ended == [f"{name}.rank0", f"{name}.rank1"]
     bench.bury(name)
 
 
 def leave(bench: Bench, name: str) -> None:
     failed = Failed(bench.running(name)[0], "INTERNAL", "launch failed", leaving=True)
-    assert bench.desk.job_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
+    assert bench.desk.on_batch_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
     bench.bury(name)
 
 
 def break_up(bench: Bench, name: str) -> None:
-    bench.desk.broke(f"{name}.rank1", "step: expected 2, got 3", bench.now)
+    bench.desk.on_process_failed(f"{name}.rank1", "step: expected 2, got 3", bench.now)
     bench.bury(name)
 
 
 def speak_twice(bench: Bench, name: str) -> None:
     [number] = bench.running(name)
-    assert bench.desk.done(f"{name}.rank0", number, bench.now) == ""
-    assert "expected one report" in bench.desk.done(f"{name}.rank0", number, bench.now)
+    assert bench.desk.on_done(f"{name}.rank0", number, bench.now) == ""
+    assert "expected one report" in bench.desk.on_done(f"{name}.rank0", number, bench.now)
     bench.bury(name)
 
 
@@ -162,14 +162,14 @@ def test_the_second_group_that_is_lost_to_a_request_ends_it(lose: Lose, words: s
     bench.ask()
     for _ in range(2):
         assert bench.answers == {}
-        assert bench.desk.guard.suspects.are_known is False
+        assert bench.desk.fault_isolator.offenses.has_offenders is False
         first = bench.load()
         assert bench.running(first) == [1]
         lose(bench, first)
         bench.look()
     assert bench.answers == {1: words}
-    assert bench.desk.guard.quarantine.count(bench.now) == 1
-    assert bench.desk.guard.suspects.are_known
+    assert bench.desk.fault_isolator.quarantine.count(bench.now) == 1
+    assert bench.desk.fault_isolator.offenses.has_offenders
 
 
 @pytest.mark.parametrize("lose", [crash, hang, leave, break_up, speak_twice])
@@ -185,14 +185,14 @@ def test_what_one_group_is_lost_to_waits_again_and_is_answered_by_the_next(lose:
     assert bench.running(name) == [2]
     assert bench.answers == {1: "answer"}
     # Its content is beyond suspicion again.
-    assert not bench.desk.guard.quarantine.suspects
+    assert not bench.desk.fault_isolator.quarantine.suspected
 
 
 def test_what_a_lost_group_says_late_is_not_heard() -> None:
     bench = Bench()
     bench.ask(1)
     lost = bench.load()
-    assert bench.desk.done(f"{lost}.rank0", 1, bench.now) == ""
+    assert bench.desk.on_done(f"{lost}.rank0", 1, bench.now) == ""
     break_up(bench, lost)
     name = bench.load()
     bench.serve(lost, 1)
@@ -208,12 +208,12 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
     for _ in range(4):
         name = bench.load()
         # Rank 0 fails as it has lost the other, and is heard of first.
-        assert bench.desk.job_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", leaving=True), bench.now) != ""
+        assert bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", leaving=True), bench.now) != ""
         assert request.deaths == 1
-        bench.desk.died(f"{name}.{who}", KILL, bench.now)
-        bench.desk.died(f"{name}.rank0", KILL, bench.now)
+        bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
+        bench.desk.on_exit(f"{name}.rank0", KILL, bench.now)
         assert request.deaths == 0
-        assert not bench.desk.guard.quarantine.suspects
+        assert not bench.desk.fault_isolator.quarantine.suspected
         bench.bury(name, but=who)
     assert bench.answers == {}
 
@@ -222,14 +222,14 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
 def test_what_comes_from_outside_ends_a_request_only_if_it_never_stops(who: str) -> None:
     bench = Bench()
     request = bench.ask()
-    for _ in range(MAX_LOSSES):
+    for _ in range(MAX_LOST_SLOTS):
         assert bench.answers == {}
         name = bench.load()
-        bench.desk.died(f"{name}.{who}", KILL, bench.now)
+        bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
         bench.bury(name, but=who)
     assert request.deaths == 0
     assert bench.answers[1].startswith("UNAVAILABLE: request id1: 5 groups of ranks were lost while they ran it")
-    assert (bench.desk.guard.quarantine.count(bench.now), bench.desk.guard.suspects.are_known) == (0, False)
+    assert (bench.desk.fault_isolator.quarantine.count(bench.now), bench.desk.fault_isolator.offenses.has_offenders) == (0, False)
 
 
 def test_a_deadline_holds_while_a_request_waits_for_another_group() -> None:
@@ -260,7 +260,7 @@ def test_of_a_job_of_several_each_runs_alone_and_none_is_accused() -> None:
     name = bench.load()
     assert bench.running(name) == [1, 2]
     crash(bench, name)
-    assert [(each.company, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 2
+    assert [(each.isolation, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 2
     assert bench.running(bench.load()) == [1]
     assert bench.running(bench.load()) == [2]
 
@@ -269,17 +269,17 @@ def test_ranks_are_pinged_and_never_with_the_canary() -> None:
     bench = Bench()
     name = bench.load()
     bench.now += 1000.0
-    assert list(bench.desk.silent(bench.now)) == []
+    assert list(bench.desk.ping_idle(bench.now)) == []
     assert bench.orders == [(f"{name}.rank{each}", Ping(canary=False)) for each in (0, 1)]
     bench.now += 1000.0
-    assert list(bench.desk.silent(bench.now)) == [f"{name}.rank0", f"{name}.rank1"]
+    assert list(bench.desk.ping_idle(bench.now)) == [f"{name}.rank0", f"{name}.rank1"]
 
 
 def test_a_seat_that_is_dismissed_by_its_name_has_none_of_its_ranks_pinged() -> None:
     bench = Bench()
-    bench.desk.dismiss(bench.load())
+    bench.desk.remove_slot(bench.load())
     bench.now += 1000.0
-    assert (list(bench.desk.silent(bench.now)), bench.orders) == ([], [])
+    assert (list(bench.desk.ping_idle(bench.now)), bench.orders) == ([], [])
 
 
 def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None:
@@ -293,7 +293,7 @@ def test_all_ranks_are_given_the_same_with_the_next_step_one_at_a_time() -> None
     predicts = [(process, each.request, each.step) for process, each in bench.orders if isinstance(each, Predict)]
     assert predicts == [(f"{name}.rank{rank}", step, step) for step in (1, 2) for rank in (0, 1)]
     assert [bench.desk.has_answered(f"{name}.{each}") for each in ("rank0", "rank1", "broker")] == [True] * 3
-    assert bench.desk.mates(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
+    assert bench.desk.slot_processes(f"{name}.rank0") == (f"{name}.rank0", f"{name}.rank1", f"{name}.broker")
 
 
 def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
@@ -304,9 +304,9 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
     for rank in (0, 1):
         assert bench.answers == {}
         failed = Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
-        assert bench.desk.job_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+        assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     assert bench.answers == {1: "INVALID_ARGUMENT: no"}
-    assert (bench.running(name), bench.desk.guard.suspects.are_known) == ([2], False)
+    assert (bench.running(name), bench.desk.fault_isolator.offenses.has_offenders) == ([2], False)
 
 
 def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
@@ -318,7 +318,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
     for number in (1, 2):
         for rank in (0, 1):
             failed = Failed(number, "INVALID_ARGUMENT", "no", leaving=False)
-            assert bench.desk.job_failed(f"{name}.rank{rank}", failed, bench.now) == ""
+            assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     for _ in range(2):
         bench.look()
         [number] = bench.running(name)
@@ -327,7 +327,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
 
 
 def test_rows_are_divided_among_groups_as_among_devices() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4))
+    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4))
     groups = [bench.load() for _ in range(2)]
     x = TensorSpec("x", "UINT8", (8, 1))
     request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
@@ -339,14 +339,14 @@ def test_rows_are_divided_among_groups_as_among_devices() -> None:
     for name in reversed(groups):
         assert bench.answers == {}
         number = parts[f"{name}.rank0"].request
-        assert bench.desk.done(f"{name}.rank0", number, bench.now) == ""
+        assert bench.desk.on_done(f"{name}.rank0", number, bench.now) == ""
         result = Result(number, ResponseDescription("m", (spec,)))
-        assert bench.desk.result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
+        assert bench.desk.on_result(f"{name}.rank1", result, [b"1234"], bench.now) == ""
     assert bench.answers == {1: "answer"}
 
 
 def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
-    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), part_rows=4))
+    bench = Bench(RowTerms(1, frozenset("x"), frozenset("y"), max_split_rows=4))
     lost, other = bench.load(), bench.load()
     x = TensorSpec("x", "UINT8", (8, 1))
     request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
@@ -360,6 +360,6 @@ def test_of_a_lost_group_its_part_alone_runs_again_on_the_next() -> None:
     spec = TensorSpec("y", "UINT8", (4, 1))
     for group, number in ((other, part), (name, again[0][1].request)):
         assert bench.answers == {}
-        bench.desk.done(f"{group}.rank0", number, bench.now)
-        bench.desk.result(f"{group}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now)
+        bench.desk.on_done(f"{group}.rank0", number, bench.now)
+        bench.desk.on_result(f"{group}.rank1", Result(number, ResponseDescription("m", (spec,))), [b"1234"], bench.now)
     assert bench.answers == {1: "answer"}

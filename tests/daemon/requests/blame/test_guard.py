@@ -12,8 +12,8 @@ from weightd.daemon.config.model import ModelConfig
 from weightd.daemon.config.tenants import TenantConfig
 from weightd.daemon.host.ends import End
 from weightd.daemon.host.logs import client_of
-from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, content
-from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOSSES, Guard
+from weightd.daemon.requests.blame.contents import SLICE_BYTES, SMALL_BYTES, compute_digest
+from weightd.daemon.requests.blame.guard import MAX_DEATHS, MAX_LOST_SLOTS, Guard
 from weightd.daemon.requests.blame.quarantine import MAX_HANGS
 from weightd.daemon.requests.job import Job
 from weightd.daemon.requests.part import Part
@@ -21,7 +21,7 @@ from weightd.daemon.requests.regions import Memory, Place, Places
 from weightd.daemon.requests.request import Company, Origin, Request
 from weightd.daemon.requests.rows.terms import RowTerms
 from weightd.daemon.requests.scheduler import Scheduler
-from weightd.daemon.requests.seats import REPLACED_S
+from weightd.daemon.requests.seats import REPLACEMENT_TIMEOUT_S
 from weightd.daemon.tenants.tenant import Tenant
 from weightd.protocol.errors import Internal, RequestError
 from weightd.protocol.messages.data import RequestDescription, TensorSpec
@@ -46,7 +46,7 @@ class Bench:
     def refuse(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.refused
         self.refused[request.number] = error.code
-        request.ended = True
+        request.is_ended = True
 
     def requests(self, *origins: Origin) -> list[Request]:
         """Requests of different contents."""
@@ -59,11 +59,11 @@ class Bench:
         """Another seat, of two processes, that has these jobs; return the name of its second process."""
         self.seats += 1
         first, second = f"s{self.seats}.0", f"s{self.seats}.1"
-        self.scheduler.seats.enlist(f"s{self.seats}", (first, second))
-        seat = self.scheduler.seats.of(second)
+        self.scheduler.slots.add_new(f"s{self.seats}", (first, second))
+        seat = self.scheduler.slots.slot_of(second)
         assert seat is not None
         for job in jobs:
-            seat.give(job, self.now)
+            seat.add_batch(job, self.now)
         return second
 
     def runs(self) -> list[list[int]]:
@@ -72,7 +72,7 @@ class Bench:
         given = [job for _, job in self.scheduler.assign(self.now)]
         assert all(job.number == job.requests[0].number for job in given)
         self.last = process
-        return [[*job.parts] for job in given]
+        return [[*job.items] for job in given]
 
 
 class Shared:
@@ -94,15 +94,15 @@ class Shared:
         self._count += 1
         specs = (TensorSpec("x", "UINT8", (self._nbytes,)),)
         request = Request(self._count, b"", "", RequestDescription("m", specs), (), 0.0, 1e9, 0, self._origin)
-        request.places = Places({0: Place(self._memory, 0, self._nbytes)}, {})
+        request.locations = Places({0: Place(self._memory, 0, self._nbytes)}, {})
         return request
 
 
 def look(bench: Bench) -> int:
     """Have the guard read until it has nothing to read; return how many slices that took."""
     slices = 0
-    while bench.guard.looks:
-        bench.guard.look(bench.now)
+    while bench.guard.has_work:
+        bench.guard.continue_fingerprint(bench.now)
         slices += 1
     return slices
 
@@ -110,40 +110,40 @@ def look(bench: Bench) -> int:
 def kill(bench: Bench, request: Request) -> None:
     """Have two seats die of a request."""
     for _ in range(2):
-        bench.guard.died(bench.seat(batch(request)), CRASH, bench.now)
-        bench.scheduler.withdraw(lambda each: each is request)
+        bench.guard.on_exit(bench.seat(batch(request)), CRASH, bench.now)
+        bench.scheduler.take_matching(lambda each: each is request)
 
 
 def hang(bench: Bench, request: Request) -> None:
     """Have a seat hang in a request."""
-    seat = bench.scheduler.seats.of(bench.seat())
+    seat = bench.scheduler.slots.slot_of(bench.seat())
     assert seat is not None
-    bench.scheduler.seats.give(seat, batch(request), bench.now)
+    bench.scheduler.slots.assign(seat, batch(request), bench.now)
     bench.now += TIMEOUT_S
-    assert len(list(bench.guard.overdue(bench.now))) == 1
+    assert len(list(bench.guard.take_overdue(bench.now))) == 1
 
 
 def check(bench: Bench, request: Request) -> None:
     """Have the guard check a request, and read its content if need be."""
-    if bench.guard.check(request, bench.now):
-        content(request)
-        bench.guard.quarantine.check(request, bench.now)
+    if bench.guard.check_request(request, bench.now):
+        compute_digest(request)
+        bench.guard.quarantine.check_request(request, bench.now)
 
 
 def batch(*requests: Request) -> Job:
-    return Job.of([Part(each.number, each) for each in requests])
+    return Job.from_items([Part(each.number, each) for each in requests])
 
 
 def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() -> None:
     bench = Bench()
     requests = bench.requests(ANN, BOB, ANN)
-    bench.guard.died(bench.seat(batch(*requests)), CRASH, bench.now)
-    assert [(each.company, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 3
-    assert bench.guard.suspects.names(bench.now) == []
+    bench.guard.on_exit(bench.seat(batch(*requests)), CRASH, bench.now)
+    assert [(each.isolation, each.deaths) for each in requests] == [(Company.ALONE, 0)] * 3
+    assert bench.guard.offenses.confined_names(bench.now) == []
     for _ in range(2):  # the first one kills, and only when it was alone that counts
         assert bench.refused == {}
         assert bench.runs() == [[0]]
-        bench.guard.died(bench.last, CRASH, bench.now)
+        bench.guard.on_exit(bench.last, CRASH, bench.now)
     assert bench.refused == {0: "INTERNAL"}
     assert bench.guard.quarantine.count(bench.now) == 1
     assert [bench.runs(), bench.runs()] == [[[1]], [[2]]]
@@ -153,34 +153,34 @@ def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() ->
 def test_of_a_job_of_several_and_one_behind_it_nothing_is_known_either() -> None:
     bench = Bench()
     one, two, behind = bench.requests(ANN, BOB, BOB)
-    bench.guard.died(bench.seat(batch(one, two), batch(behind)), CRASH, bench.now)
+    bench.guard.on_exit(bench.seat(batch(one, two), batch(behind)), CRASH, bench.now)
     assert [bench.runs() for _ in range(3)] == [[[0]], [[1]], [[2]]]
-    assert [each.losses for each in (one, two, behind)] == [1, 1, 0]
+    assert [each.lost_slots for each in (one, two, behind)] == [1, 1, 0]
 
 
 def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
     bench = Bench()
     for _ in range(4):
-        assert bench.guard.suspects.names(bench.now) == []
-        bench.guard.died(bench.seat(batch(*bench.requests(BOB, BOB))), CRASH, bench.now)
-    assert bench.guard.suspects.names(bench.now) == [BOB.near]
+        assert bench.guard.offenses.confined_names(bench.now) == []
+        bench.guard.on_exit(bench.seat(batch(*bench.requests(BOB, BOB))), CRASH, bench.now)
+    assert bench.guard.offenses.confined_names(bench.now) == [BOB.peer]
 
 
 def test_a_job_of_several_clients_accuses_none_of_them() -> None:
     bench = Bench()
     for _ in range(20):
-        bench.guard.died(bench.seat(batch(*bench.requests(ANN, BOB))), CRASH, bench.now)
-    assert bench.guard.suspects.names(bench.now) == []
+        bench.guard.on_exit(bench.seat(batch(*bench.requests(ANN, BOB))), CRASH, bench.now)
+    assert bench.guard.offenses.confined_names(bench.now) == []
 
 
 @pytest.mark.parametrize("end", [CRASH, KILL])
 def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: End) -> None:
     bench = Bench()
     requests = bench.requests(ANN, BOB)
-    for _ in range(MAX_LOSSES):
+    for _ in range(MAX_LOST_SLOTS):
         assert bench.refused == {}
-        bench.guard.died(bench.seat(batch(*requests)), end, bench.now)
-        assert bench.scheduler.withdraw(lambda each: each in requests) == [
+        bench.guard.on_exit(bench.seat(batch(*requests)), end, bench.now)
+        assert bench.scheduler.take_matching(lambda each: each in requests) == [
             each for each in requests if not bench.refused
         ]
     assert bench.refused == {0: "UNAVAILABLE", 1: "UNAVAILABLE"}
@@ -189,18 +189,18 @@ def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(en
 def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the_last() -> None:
     bench = Bench()
     [request] = bench.requests(ANN)
-    for turn in range(1, 1 + MAX_LOSSES):
+    for turn in range(1, 1 + MAX_LOST_SLOTS):
         assert bench.refused == {}
-        seats = [bench.seat(Job.of([Part(10 * turn + number, request)])) for number in range(2)]
-        both = bench.scheduler.seats.of(seats[0])
+        seats = [bench.seat(Job.from_items([Part(10 * turn + number, request)])) for number in range(2)]
+        both = bench.scheduler.slots.slot_of(seats[0])
         assert both is not None
         both.concurrency = 2
-        both.give(Job.of([Part(10 * turn + 5, request)]), bench.now)
+        both.add_batch(Job.from_items([Part(10 * turn + 5, request)]), bench.now)
         bench.now += 1.0
         for each in seats:
-            bench.guard.died(each, KILL, bench.now)
-            bench.scheduler.withdraw(lambda each: each is request)
-        assert request.losses == turn
+            bench.guard.on_exit(each, KILL, bench.now)
+            bench.scheduler.take_matching(lambda each: each is request)
+        assert request.lost_slots == turn
         bench.now += 1.0
     assert bench.refused == {0: "UNAVAILABLE"}
 
@@ -209,8 +209,8 @@ def test_who_has_taken_its_part_back_does_not_run_again() -> None:
     bench = Bench()
     requests = bench.requests(ANN, BOB)
     process = bench.seat(batch(*requests))
-    assert bench.scheduler.end(lambda each: each.origin is ANN) == [(requests[0], True)]
-    bench.guard.died(process, CRASH, bench.now)
+    assert bench.scheduler.end_matching(lambda each: each.origin is ANN) == [(requests[0], True)]
+    bench.guard.on_exit(process, CRASH, bench.now)
     assert bench.runs() == [[1]]
 
 
@@ -218,29 +218,29 @@ def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
     bench = Bench()
     first, two, three = bench.requests(ANN, ANN, BOB)
     bench.seat(batch(first), batch(two, three))
-    assert bench.scheduler.end(lambda each: each is two) == [(two, False)]
-    assert bench.scheduler.end(lambda each: each is three) == [(three, False)]
-    assert [(seat.name, number) for seat, number in bench.scheduler.seats.take_recalled()] == [("s1", 1), ("s1", 2)]
-    assert bench.scheduler.seats.in_flight("s1.0") == 1
+    assert bench.scheduler.end_matching(lambda each: each is two) == [(two, False)]
+    assert bench.scheduler.end_matching(lambda each: each is three) == [(three, False)]
+    assert [(seat.name, number) for seat, number in bench.scheduler.slots.take_recalled()] == [("s1", 1), ("s1", 2)]
+    assert bench.scheduler.slots.in_flight("s1.0") == 1
 
 
 def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
     bench = Bench()
     *requests, gone = bench.requests(ANN, BOB, ANN)
-    gone.ended = True
+    gone.is_ended = True
     bench.scheduler.submit(requests[0], bench.now)
     assert bench.runs() == [[0]]
-    [seat] = [bench.scheduler.seats.of(bench.last)]
+    [seat] = [bench.scheduler.slots.slot_of(bench.last)]
     assert seat is not None
-    seat.jobs[0] = batch(*requests, gone)
-    seat.jobs[0].began = bench.now
+    seat.batches[0] = batch(*requests, gone)
+    seat.batches[0].started_at = bench.now
     bench.now += TIMEOUT_S
-    assert [each.name for each, _ in bench.guard.overdue(bench.now)] == ["s1"]
-    assert (bench.refused, bench.scheduler.seats.of(bench.last)) == ({}, None)
+    assert [each.name for each, _ in bench.guard.take_overdue(bench.now)] == ["s1"]
+    assert (bench.refused, bench.scheduler.slots.slot_of(bench.last)) == ({}, None)
     assert [bench.runs(), bench.runs()] == [[[0]], [[1]]]
-    assert bench.scheduler.line.count == 0
+    assert bench.scheduler.queue.count == 0
     bench.now += TIMEOUT_S
-    assert len(list(bench.guard.overdue(bench.now))) == 2
+    assert len(list(bench.guard.take_overdue(bench.now))) == 2
     assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
 
 
@@ -249,28 +249,28 @@ def test_an_answer_of_any_process_is_its_seats() -> None:
     [request] = bench.requests(ANN)
     second = bench.seat(batch(request))
     first = second.replace(".1", ".0")
-    assert (bench.scheduler.seats.in_flight(first), bench.scheduler.seats.in_flight(second)) == (1, 1)
-    assert bench.scheduler.seats.finish(first, 0, bench.now) is not None
-    assert bench.scheduler.seats.finish(second, 0, bench.now) is None
-    bench.scheduler.release(first)
-    assert (bench.scheduler.seats.of(first), bench.scheduler.seats.of(second)) == (None, None)
+    assert (bench.scheduler.slots.in_flight(first), bench.scheduler.slots.in_flight(second)) == (1, 1)
+    assert bench.scheduler.slots.finish(first, 0, bench.now) is not None
+    assert bench.scheduler.slots.finish(second, 0, bench.now) is None
+    bench.scheduler.release_slot(first)
+    assert (bench.scheduler.slots.slot_of(first), bench.scheduler.slots.slot_of(second)) == (None, None)
 
 
 @pytest.mark.parametrize(("end", "deaths"), [(CRASH, 1), (KILL, 0)])
 def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: End, deaths: int) -> None:
     bench = Bench()
     one, two, other = bench.requests(ANN, ANN, BOB)
-    two.account = one.account
+    two.usage = one.usage
     process = bench.seat(batch(one, two))
     bench.now += 2.0
-    bench.guard.died(process, end, bench.now)
-    assert (one.account.deaths, one.account.seat_seconds) == (deaths, 2.0)
+    bench.guard.on_exit(process, end, bench.now)
+    assert (one.usage.deaths, one.usage.seat_seconds) == (deaths, 2.0)
     # Of two nobody can tell whose fault it was; the time they have had, whoever is to blame.
     process = bench.seat(batch(one, other))
     bench.now += 2.0
-    bench.guard.died(process, end, bench.now)
-    assert (one.account.deaths, other.account.deaths) == (deaths, 0)
-    assert other.account.seat_seconds == 1.0
+    bench.guard.on_exit(process, end, bench.now)
+    assert (one.usage.deaths, other.usage.deaths) == (deaths, 0)
+    assert other.usage.seat_seconds == 1.0
 
 
 def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
@@ -280,14 +280,14 @@ def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
     first.tenant = later.tenant = Tenant("ann", TenantConfig())
     other.tenant = Tenant("ben", TenantConfig())
     for each in (first, other, nobody):
-        if bench.guard.has_to(each):
-            bench.guard.check(each, 0.0)
-    assert [each.company for each in (first, other, nobody)] == [Company.CONFINED, Company.CONFINED, Company.ANY]
-    bench.guard.answered(first, 0.0)
-    assert not bench.guard.has_to(later)
-    assert bench.guard.has_to(other)
+        if bench.guard.needs_check(each):
+            bench.guard.check_request(each, 0.0)
+    assert [each.isolation for each in (first, other, nobody)] == [Company.CONFINED, Company.CONFINED, Company.BATCHABLE]
+    bench.guard.on_answered(first, 0.0)
+    assert not bench.guard.needs_check(later)
+    assert bench.guard.needs_check(other)
     bench.guard.clear()
-    assert bench.guard.has_to(later)
+    assert bench.guard.needs_check(later)
 
 
 def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced() -> None:
@@ -296,35 +296,35 @@ def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced()
     poison, more, innocent = bench.requests(eve, eve, ben)
     poison.tenant = more.tenant = Tenant("eve", TenantConfig())
     innocent.tenant = Tenant("ben", TenantConfig())
-    seats = bench.scheduler.seats
-    bench.guard.died(bench.seat(batch(poison)), CRASH, bench.now)
-    assert bench.guard.suspects.names(bench.now) == ["tenant eve"]
+    seats = bench.scheduler.slots
+    bench.guard.on_exit(bench.seat(batch(poison)), CRASH, bench.now)
+    assert bench.guard.offenses.confined_names(bench.now) == ["tenant eve"]
     assert (bench.refused, poison.deaths) == ({}, 1)
-    assert (seats.run_confined(poison.tenant), seats.run_confined(innocent.tenant)) == (True, False)
+    assert (seats.is_confined_running(poison.tenant), seats.is_confined_running(innocent.tenant)) == (True, False)
     bench.seat()
-    seats.look_for_missed(bench.now)
-    assert not seats.run_confined(poison.tenant)
+    seats.update_unreplaced(bench.now)
+    assert not seats.is_confined_running(poison.tenant)
     # The second one ends the request; where nothing replaces the seat, that is waited for so long and no longer.
-    bench.guard.died(bench.seat(batch(more)), CRASH, bench.now)
+    bench.guard.on_exit(bench.seat(batch(more)), CRASH, bench.now)
     assert bench.refused == {1: "INTERNAL"}
-    for now, waits in ((REPLACED_S - 0.1, True), (REPLACED_S, False)):
-        seats.look_for_missed(now)
-        assert seats.run_confined(more.tenant) is waits
+    for now, waits in ((REPLACEMENT_TIMEOUT_S - 0.1, True), (REPLACEMENT_TIMEOUT_S, False)):
+        seats.update_unreplaced(now)
+        assert seats.is_confined_running(more.tenant) is waits
 
 
 def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
     bench = Bench()
     [request] = bench.requests(Origin("process", "tenant eve", is_tenant=True))
     request.tenant = Tenant("eve", TenantConfig())
-    bench.guard.died(bench.seat(batch(request)), KILL, bench.now)
-    assert not bench.scheduler.seats.run_confined(request.tenant)
-    assert bench.guard.suspects.names(bench.now) == []
+    bench.guard.on_exit(bench.seat(batch(request)), KILL, bench.now)
+    assert not bench.scheduler.slots.is_confined_running(request.tenant)
+    assert bench.guard.offenses.confined_names(bench.now) == []
 
 
 def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     for request in bench.requests(*[Origin("process 1 of uid 1", "uid 1")] * 20):
-        bench.guard._hold(request, 1.0)  # pyright: ignore[reportPrivateUsage]
+        bench.guard._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
     # A period may end meanwhile.
     assert 1 <= len(lines) <= 2
@@ -337,7 +337,7 @@ def test_a_client_whose_memory_changes_after_the_answer_has_the_content_refused_
     shared.write(b"1")
     kill(bench, shared.request())
     while not bench.refused:
-        bench.guard.look(bench.now)
+        bench.guard.continue_fingerprint(bench.now)
     shared.write(b"2")
     look(bench)
     check(bench, shared.request())
@@ -364,26 +364,26 @@ def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() 
         assert bench.refused[number] == "DEADLINE_EXCEEDED"
         shared.write(b"2")
     assert bench.guard.quarantine.count(bench.now) == 1
-    assert not bench.guard.check(shared.request(), bench.now)
+    assert not bench.guard.check_request(shared.request(), bench.now)
 
 
 @pytest.mark.parametrize("how", ["hang", "crash"])
 def test_a_request_in_shared_memory_ends_once_where_seats_hang_in_two_parts_of_it(how: str) -> None:
     bench, shared = Bench(), Shared()
-    terms = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, part_rows=SLICE_BYTES + 1)
+    terms = RowTerms(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
     for name in ("w0", "w1"):
-        bench.scheduler.seats.enlist(name, (name,), terms=terms)
+        bench.scheduler.slots.add_new(name, (name,), policy=terms)
     request = shared.request()
     bench.scheduler.submit(request, bench.now)
-    ran = [part.request for _, job in bench.scheduler.assign(bench.now) for part in job.parts.values()]
+    ran = [part.request for _, job in bench.scheduler.assign(bench.now) for part in job.items.values()]
     assert ran == [request] * 2
     request.deaths = MAX_DEATHS - 1
     bench.now += TIMEOUT_S
     if how == "hang":
-        assert [seat.name for seat, _ in bench.guard.overdue(bench.now)] == ["w0", "w1"]
+        assert [seat.name for seat, _ in bench.guard.take_overdue(bench.now)] == ["w0", "w1"]
     else:
-        bench.guard.died("w1", CRASH, bench.now)
-        bench.guard.died("w0", CRASH, bench.now)
+        bench.guard.on_exit("w1", CRASH, bench.now)
+        bench.guard.on_exit("w0", CRASH, bench.now)
     # Nobody runs the rest of it while its content is read.
     assert [*bench.scheduler.assign(bench.now)] == []
     assert bench.refused == {}
@@ -397,35 +397,35 @@ def test_nothing_is_learned_of_shared_memory_whose_request_had_ended_before(
 ) -> None:
     bench, shared = Bench(), Shared()
     request = shared.request()
-    request.ended = True
+    request.is_ended = True
     lose(bench, request)
-    assert not bench.guard.looks
-    assert (bench.guard.quarantine.held, bench.guard.quarantine.suspects) == ({}, {})
+    assert not bench.guard.has_work
+    assert (bench.guard.quarantine.quarantined, bench.guard.quarantine.suspected) == ({}, {})
 
 
 def test_what_waits_for_its_content_to_be_read_ends_when_all_is_given_up() -> None:
     bench, shared = Bench(), Shared()
     kill(bench, shared.request())
-    bench.guard.give_up()
-    assert (bench.refused, bench.guard.looks) == ({1: "INTERNAL"}, False)
+    bench.guard.fail_pending()
+    assert (bench.refused, bench.guard.has_work) == ({1: "INTERNAL"}, False)
 
 
 def test_a_suspected_content_in_shared_memory_is_cleared_by_what_was_read_before_it_ran() -> None:
     bench, shared = Bench(), Shared()
     hang(bench, shared.request())
     look(bench)
-    assert bench.guard.quarantine.suspects
+    assert bench.guard.quarantine.suspected
     unread, harmless = shared.request(), shared.request()
-    bench.guard.answered(unread, bench.now)
-    assert not bench.guard.looks
-    assert bench.guard.has_to(harmless)
-    assert bench.guard.check(harmless, bench.now)
-    bench.scheduler.submit(harmless, bench.now, aside=True)
+    bench.guard.on_answered(unread, bench.now)
+    assert not bench.guard.has_work
+    assert bench.guard.needs_check(harmless)
+    assert bench.guard.check_request(harmless, bench.now)
+    bench.scheduler.submit(harmless, bench.now, needs_check=True)
     assert look(bench) == 3
     shared.write(b"2")
-    bench.guard.answered(harmless, bench.now)
+    bench.guard.on_answered(harmless, bench.now)
     look(bench)
-    assert not bench.guard.quarantine.suspects
+    assert not bench.guard.quarantine.suspected
 
 
 def test_a_tenant_cannot_have_the_content_of_another_refused() -> None:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightd.daemon.requests.blame.suspects import (
-    FAR_DEATHS,
-    FIRST_REFUSAL_S,
-    LONGEST_REFUSAL_S,
-    MEMORY_S,
-    NEAR_DEATHS,
-    TENANT_DEATHS,
+    MAX_PARTY_DEATHS,
+    MIN_REFUSAL_S,
+    MAX_REFUSAL_S,
+    OFFENSE_RETENTION_S,
+    MAX_PEER_DEATHS,
+    MAX_TENANT_DEATHS,
     Suspects,
 )
 from weightd.daemon.requests.request import Origin
@@ -24,12 +24,12 @@ STRANGER = Origin("process 3 of user 8", "user 8")
 
 def deaths(suspects: Suspects, origin: Origin, count: int, now: float = 0.0, ran: float = 0.0) -> None:
     for _ in range(count):
-        suspects.died(origin, ran, now)
+        suspects.record_death(origin, ran, now)
 
 
 def refused_for(suspects: Suspects, origin: Origin, now: float) -> float:
     try:
-        suspects.check(origin, now)
+        suspects.check_not_refused(origin, now)
     except ResourceExhausted as error:
         return error.retry_after or 0.0
     return 0.0
@@ -37,62 +37,62 @@ def refused_for(suspects: Suspects, origin: Origin, now: float) -> float:
 
 def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotten() -> None:
     suspects = Suspects()
-    deaths(suspects, ONE, NEAR_DEATHS - 1)
-    assert not suspects.confines(ONE, 0.0)
+    deaths(suspects, ONE, MAX_PEER_DEATHS - 1)
+    assert not suspects.is_confined(ONE, 0.0)
     deaths(suspects, ONE, 1)
-    assert (suspects.confines(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
-    assert suspects.names(0.0) == [ONE.near]
+    assert (suspects.is_confined(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
+    assert suspects.confined_names(0.0) == [ONE.peer]
     deaths(suspects, ONE, 1)
     with pytest.raises(
         ResourceExhausted, match=r"^5 workers were lost to requests of process 1 of user 7: it is refused for"
     ):
-        suspects.check(ONE, 0.0)
-    assert refused_for(suspects, ONE, FIRST_REFUSAL_S) == 0.0
-    assert suspects.confines(ONE, FIRST_REFUSAL_S + MEMORY_S - 0.1)
-    assert not suspects.confines(ONE, FIRST_REFUSAL_S + MEMORY_S)
-    assert suspects.names(FIRST_REFUSAL_S + MEMORY_S) == []
+        suspects.check_not_refused(ONE, 0.0)
+    assert refused_for(suspects, ONE, MIN_REFUSAL_S) == 0.0
+    assert suspects.is_confined(ONE, MIN_REFUSAL_S + OFFENSE_RETENTION_S - 0.1)
+    assert not suspects.is_confined(ONE, MIN_REFUSAL_S + OFFENSE_RETENTION_S)
+    assert suspects.confined_names(MIN_REFUSAL_S + OFFENSE_RETENTION_S) == []
 
 
 def test_each_refusal_is_longer_than_the_one_before_up_to_a_bound() -> None:
     suspects, now, refusals = Suspects(), 0.0, list[float]()
-    deaths(suspects, ONE, NEAR_DEATHS)
+    deaths(suspects, ONE, MAX_PEER_DEATHS)
     for _ in range(5):
         deaths(suspects, ONE, 1, now)
         refusals.append(refused_for(suspects, ONE, now))
         now += refusals[-1]
-    assert refusals == [FIRST_REFUSAL_S, 2 * FIRST_REFUSAL_S, 4 * FIRST_REFUSAL_S, LONGEST_REFUSAL_S, LONGEST_REFUSAL_S]
+    assert refusals == [MIN_REFUSAL_S, 2 * MIN_REFUSAL_S, 4 * MIN_REFUSAL_S, MAX_REFUSAL_S, MAX_REFUSAL_S]
 
 
 def test_deaths_that_are_far_apart_are_no_row() -> None:
     suspects = Suspects()
-    for count in range(10 * NEAR_DEATHS):
-        deaths(suspects, ONE, 1, count * MEMORY_S)
-        assert not suspects.confines(ONE, count * MEMORY_S)
+    for count in range(10 * MAX_PEER_DEATHS):
+        deaths(suspects, ONE, 1, count * OFFENSE_RETENTION_S)
+        assert not suspects.is_confined(ONE, count * OFFENSE_RETENTION_S)
 
 
 def test_what_runs_long_before_it_kills_is_remembered_as_much_longer() -> None:
     suspects = Suspects()
-    for count in range(NEAR_DEATHS):
+    for count in range(MAX_PEER_DEATHS):
         deaths(suspects, ONE, 1, count * 60.0, ran=60.0)
-    assert suspects.confines(ONE, NEAR_DEATHS * 60.0)
+    assert suspects.is_confined(ONE, MAX_PEER_DEATHS * 60.0)
 
 
 def test_nobody_else_is_met() -> None:
     suspects = Suspects()
-    deaths(suspects, ONE, 10 * FAR_DEATHS)
+    deaths(suspects, ONE, 10 * MAX_PARTY_DEATHS)
     for innocent in (OTHER, STRANGER):
-        assert (suspects.confines(innocent, 0.0), refused_for(suspects, innocent, 0.0)) == (False, 0.0)
+        assert (suspects.is_confined(innocent, 0.0), refused_for(suspects, innocent, 0.0)) == (False, 0.0)
 
 
 def test_who_begins_anew_from_another_process_is_met_by_its_user() -> None:
     suspects = Suspects()
     processes = (Origin(f"process {number}", "user 7") for number in itertools.count(100))
-    for each in itertools.islice(processes, FAR_DEATHS):
-        assert not suspects.confines(each, 0.0)
+    for each in itertools.islice(processes, MAX_PARTY_DEATHS):
+        assert not suspects.is_confined(each, 0.0)
         deaths(suspects, each, 1)
-    assert (suspects.confines(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
+    assert (suspects.is_confined(ONE, 0.0), refused_for(suspects, ONE, 0.0)) == (True, 0.0)
     deaths(suspects, ONE, 1)
-    assert refused_for(suspects, OTHER, 0.0) == FIRST_REFUSAL_S
+    assert refused_for(suspects, OTHER, 0.0) == MIN_REFUSAL_S
     assert refused_for(suspects, STRANGER, 0.0) == 0.0
 
 
@@ -103,47 +103,47 @@ def test_a_client_is_suspect_only_for_deaths_of_its_own_or_of_its_users(events: 
     seen: list[Origin] = []
     for number, wait in events:
         now += wait
-        suspects.died(origins[number], 0.0, now)
+        suspects.record_death(origins[number], 0.0, now)
         seen.append(origins[number])
         for each in origins:
-            near, far = sum(one.near == each.near for one in seen), sum(one.far == each.far for one in seen)
-            if suspects.confines(each, now):
-                assert near >= NEAR_DEATHS or far >= FAR_DEATHS
+            near, far = sum(one.peer == each.peer for one in seen), sum(one.party == each.party for one in seen)
+            if suspects.is_confined(each, now):
+                assert near >= MAX_PEER_DEATHS or far >= MAX_PARTY_DEATHS
             if refused_for(suspects, each, now):
-                assert near > NEAR_DEATHS or far > FAR_DEATHS
-            assert refused_for(suspects, each, now) <= LONGEST_REFUSAL_S
+                assert near > MAX_PEER_DEATHS or far > MAX_PARTY_DEATHS
+            assert refused_for(suspects, each, now) <= MAX_REFUSAL_S
 
 
 def test_what_it_remembers_is_bounded_and_the_oldest_gives_way() -> None:
     suspects = Suspects()
-    deaths(suspects, STRANGER, NEAR_DEATHS)
+    deaths(suspects, STRANGER, MAX_PEER_DEATHS)
     for number in range(1022):
-        deaths(suspects, Origin(f"process {number}", STRANGER.far), 1)
-    assert suspects.confines(STRANGER, 0.0)
-    deaths(suspects, ONE, NEAR_DEATHS)
-    assert STRANGER.near not in suspects.names(0.0)
-    assert ONE.near in suspects.names(0.0)
+        deaths(suspects, Origin(f"process {number}", STRANGER.party), 1)
+    assert suspects.is_confined(STRANGER, 0.0)
+    deaths(suspects, ONE, MAX_PEER_DEATHS)
+    assert STRANGER.peer not in suspects.confined_names(0.0)
+    assert ONE.peer in suspects.confined_names(0.0)
     suspects.clear()  # another model begins anew
-    assert not suspects.confines(ONE, 0.0)
+    assert not suspects.is_confined(ONE, 0.0)
 
 
 def test_a_tenant_is_confined_at_its_first_death_and_refused_soon_whatever_its_process_and_the_model() -> None:
     one, other = (Origin(f"process {number}", "tenant ann", is_tenant=True) for number in (1, 2))
     here, elsewhere = Suspects(), Suspects()
-    elsewhere.tenants = here.tenants
+    elsewhere.tenant_offenders = here.tenant_offenders
     stranger = Origin("process 1", "tenant ben", is_tenant=True)
     deaths(here, one, 1)
     for each in (here, elsewhere):
-        assert each.are_known
-        assert [each.confines(who, 0.0) for who in (one, other, stranger)] == [True, True, False]
+        assert each.has_offenders
+        assert [each.is_confined(who, 0.0) for who in (one, other, stranger)] == [True, True, False]
         assert refused_for(each, other, 0.0) == 0.0
     # Another model is served: what the tenant has done to the last one, it may do to this one, too.
     here.clear()
-    deaths(elsewhere, other, TENANT_DEATHS)
-    assert refused_for(here, one, 0.0) == FIRST_REFUSAL_S
+    deaths(elsewhere, other, MAX_TENANT_DEATHS)
+    assert refused_for(here, one, 0.0) == MIN_REFUSAL_S
     deaths(here, one, 1)
-    assert refused_for(here, one, 0.0) == 2 * FIRST_REFUSAL_S
+    assert refused_for(here, one, 0.0) == 2 * MIN_REFUSAL_S
     assert refused_for(here, stranger, 0.0) == 0.0
-    assert here.names(0.0) == elsewhere.names(0.0) == ["tenant ann"]
-    later = 2 * FIRST_REFUSAL_S + MEMORY_S
-    assert not any(each.confines(one, later) for each in (here, elsewhere))
+    assert here.confined_names(0.0) == elsewhere.confined_names(0.0) == ["tenant ann"]
+    later = 2 * MIN_REFUSAL_S + OFFENSE_RETENTION_S
+    assert not any(each.is_confined(one, later) for each in (here, elsewhere))

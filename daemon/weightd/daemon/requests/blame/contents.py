@@ -10,38 +10,38 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-from weightd.daemon.requests.regions import Place, tensors
+from weightd.daemon.requests.regions import Place, iterate_tensors
 from weightd.daemon.requests.request import Request
 
 # Up to so many bytes are read at once, which takes 5 microseconds.
 SMALL_BYTES = 4096
 
 # How much of a large content its mark depends on.
-_PIECE_BYTES = 256
-_PIECES = 16
+_SAMPLE_PIECE_BYTES = 256
+_SAMPLE_PIECES = 16
 
 # A slice takes a third of a millisecond.
 SLICE_BYTES = 256 * 1024
 
 
-def mark(request: Request) -> bytes:
+def compute_sample_digest(request: Request) -> bytes:
     """Return what equal contents have in common, in a few microseconds: the digest of a small one, else of a part.
 
     It is computed once: memory of a client may be another content later.
     """
-    if not request.mark:
-        request.mark = content(request) if is_small(request) else _mark(request)
-    return request.mark
+    if not request.sample_digest:
+        request.sample_digest = compute_digest(request) if is_small(request) else _sample_digest(request)
+    return request.sample_digest
 
 
-def _mark(request: Request) -> bytes:
+def _sample_digest(request: Request) -> bytes:
     state = hashlib.blake2b(digest_size=16)
-    for header, frame in _tensors(request):
+    for header, frame in _iterate_headers(request):
         state.update(header)
-        last = len(frame) - _PIECE_BYTES
-        for index in range(_PIECES if last > 0 else 1):
-            begin = max(0, last * index // (_PIECES - 1))
-            state.update(frame[begin : begin + _PIECE_BYTES])
+        last = len(frame) - _SAMPLE_PIECE_BYTES
+        for index in range(_SAMPLE_PIECES if last > 0 else 1):
+            begin = max(0, last * index // (_SAMPLE_PIECES - 1))
+            state.update(frame[begin : begin + _SAMPLE_PIECE_BYTES])
     return state.digest()
 
 
@@ -50,10 +50,10 @@ def is_small(request: Request) -> bool:
     return request.content_bytes <= SMALL_BYTES
 
 
-def content(request: Request) -> bytes:
+def compute_digest(request: Request) -> bytes:
     """Return the digest, computed now unless it is known."""
-    reading = Reading(request)
-    while not reading.step():
+    task = Reading(request)
+    while not task.step():
         pass
     return request.digest
 
@@ -63,32 +63,32 @@ class Reading:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._state = hashlib.blake2b(digest_size=16)
-        self._pieces = _pieces(request)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._pieces = _iterate_pieces(request)
         if not is_small(request):
-            mark(request)
+            compute_sample_digest(request)
 
     def step(self) -> bool:
         """Read a slice; return whether the digest is known."""
-        left = 0 if self.request.digest else SLICE_BYTES
-        while left > 0:
+        remaining_bytes = 0 if self.request.digest else SLICE_BYTES
+        while remaining_bytes > 0:
             piece = next(self._pieces, None)
             if piece is None:
-                self.request.digest = self._state.digest()
+                self.request.digest = self._hash.digest()
                 break
-            self._state.update(piece)
-            left -= len(piece)
+            self._hash.update(piece)
+            remaining_bytes -= len(piece)
         return bool(self.request.digest)
 
 
-def _pieces(request: Request) -> Iterator[Any]:
-    for header, frame in _tensors(request):
+def _iterate_pieces(request: Request) -> Iterator[Any]:
+    for header, frame in _iterate_headers(request):
         yield header
         for begin in range(0, len(frame), SLICE_BYTES):
             yield frame[begin : begin + SLICE_BYTES]
 
 
-def _tensors(request: Request) -> Iterator[tuple[bytes, memoryview | Place]]:
-    each = tensors(request.description.inputs, request.frames, request.places)
+def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Place]]:
+    each = iterate_tensors(request.description.inputs, request.frames, request.locations)
     for spec, content in sorted(each, key=lambda pair: pair[0].name):
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content

@@ -18,18 +18,18 @@ from weightd.daemon.requests.seat import Seat
 from weightd.protocol.errors import RequestError, Unavailable
 
 # A request that so many groups were lost to is held to be the cause.
-MAX_GROUPS = 2
+MAX_LOST_GROUPS = 2
 
 
 class Loss(NamedTuple):
     """Why a group is lost, and the error in which a request ends that was the cause; None: no request was."""
 
-    why: str
-    error: type[RequestError] | None
+    reason: str
+    error_type: type[RequestError] | None
 
 
 @dataclass(eq=False, slots=True)
-class _Lost:
+class _LostGroup:
     """A group that was lost while it ran a request, of which not all processes have ended."""
 
     request: Request
@@ -43,43 +43,43 @@ class Groups:
         most: whatever ends the groups that run a request, this is the last one.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_losses: int) -> None:
+        self._max_losses = max_losses
         # By each of its processes, until that has ended.
-        self._lost: dict[str, _Lost] = {}
+        self._lost_by_process: dict[str, _LostGroup] = {}
 
-    def lost(self, seat: Seat, job: Job, loss: Loss, now: float) -> list[tuple[Request, RequestError]]:
+    def on_lost(self, slot: Seat, batch: Job, loss: Loss, now: float) -> list[tuple[Request, RequestError]]:
         """A group is lost while it ran a job: return those requests of the job that end by that, each with its error.
 
         What becomes of a job says something of a request only if that is all of it.
         """
-        accused = job.sole if loss.error is not None else None
-        if accused is not None:
-            accused.deaths += 1
-            self._lost.update(dict.fromkeys(seat.lives_on, _Lost(accused)))
+        suspect = batch.single_request if loss.error_type is not None else None
+        if suspect is not None:
+            suspect.deaths += 1
+            self._lost_by_process.update(dict.fromkeys(slot.all_processes, _LostGroup(suspect)))
         ended: list[tuple[Request, RequestError]] = []
-        for request in dict.fromkeys(item.request for item in job.awaited):
+        for request in dict.fromkeys(item.request for item in batch.awaited_items):
             # Those that have run parts of it at the same time may have been lost to the same thing.
-            if job.began >= request.lost_at:
-                request.losses += 1
+            if batch.started_at >= request.lost_at:
+                request.lost_slots += 1
                 request.lost_at = now
-            if loss.error is not None and request is accused and request.deaths >= MAX_GROUPS:
-                ended.append((request, loss.error(_words(request, request.deaths, "lost to it", loss.why))))
-            elif request.losses >= self._most:
+            if loss.error_type is not None and request is suspect and request.deaths >= MAX_LOST_GROUPS:
+                ended.append((request, loss.error_type(_error_text(request, request.deaths, "lost to it", loss.reason))))
+            elif request.lost_slots >= self._max_losses:
                 ended.append(
-                    (request, Unavailable(_words(request, request.losses, "lost while they ran it", loss.why)))
+                    (request, Unavailable(_error_text(request, request.lost_slots, "lost while they ran it", loss.reason)))
                 )
         return ended
 
-    def exited(self, process: str, end: End) -> Request | None:
+    def on_exit(self, process: str, exit_cause: End) -> Request | None:
         """A process has ended; return the request against which its group is not held any more, if there is one."""
-        lost = self._lost.pop(process, None)
-        if lost is None or lost.is_forgiven or not end.is_external or end.by is By.DAEMON:
+        lost_group = self._lost_by_process.pop(process, None)
+        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.by is By.DAEMON:
             return None
-        lost.is_forgiven = True
-        lost.request.deaths -= 1
-        return lost.request
+        lost_group.is_forgiven = True
+        lost_group.request.deaths -= 1
+        return lost_group.request
 
 
-def _words(request: Request, count: int, how: str, why: str) -> str:
-    return f"request {request.id}: {count} groups of ranks were {how}, the last one as {why}"
+def _error_text(request: Request, count: int, loss_text: str, reason: str) -> str:
+    return f"request {request.id}: {count} groups of ranks were {loss_text}, the last one as {reason}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weightd.daemon.requests.blame.contents import content, mark
+from weightd.daemon.requests.blame.contents import compute_digest, compute_sample_digest
 from weightd.daemon.requests.request import Request
 from weightd.protocol.errors import Internal
 
@@ -25,76 +25,76 @@ QUARANTINE_S = 300.0
 MAX_HANGS = 2
 
 # Contents that are remembered; the oldest gives way. Each costs a hundred bytes.
-_MAX_KNOWN = 1024
+_MAX_CONTENTS = 1024
 
 
 @dataclass(frozen=True)
-class _Content:
+class _ContentRecord:
     """Of a known content: until when it is known, how often a seat hung in it, and what tells it from most others."""
 
-    until: float
+    expires_at: float
     hangs: int
     nbytes: int
-    mark: bytes
+    sample_digest: bytes
 
 
-class _Key(NamedTuple):
+class _ContentKey(NamedTuple):
     """What a content is known by: its digest, and for whom it holds; "" for everybody."""
 
     digest: bytes
-    owner: str
+    party: str
 
 
-class _Contents(dict[_Key, _Content]):
+class _ContentTable(dict[_ContentKey, _ContentRecord]):
     """Contents by their keys, the oldest first; each is known for the same time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._marks: Mapping[int, frozenset[bytes]] = {}
+        self._sample_digests: Mapping[int, frozenset[bytes]] = {}
 
-    def may_have(self, request: Request, now: float) -> bool:
+    def may_contain(self, request: Request, now: float) -> bool:
         """Whether the content may be among them; for sure if it is small."""
         if not self:
             return False
-        self.forget_expired(now)
-        marks = self._marks.get(request.content_bytes)
-        return marks is not None and mark(request) in marks
+        self.drop_expired(now)
+        sample_digests = self._sample_digests.get(request.content_bytes)
+        return sample_digests is not None and compute_sample_digest(request) in sample_digests
 
-    def put(self, request: Request, now: float, hangs: int = 0) -> None:
-        key = _key(request)
+    def add(self, request: Request, now: float, hangs: int = 0) -> None:
+        key = _content_key(request)
         self.remove(key)
-        self[key] = _Content(now + QUARANTINE_S, hangs, request.content_bytes, mark(request))
-        if len(self) > _MAX_KNOWN:
+        self[key] = _ContentRecord(now + QUARANTINE_S, hangs, request.content_bytes, compute_sample_digest(request))
+        if len(self) > _MAX_CONTENTS:
             del self[next(iter(self))]
-        self._index()
+        self._rebuild_index()
 
-    def remove(self, key: _Key) -> _Content | None:
+    def remove(self, key: _ContentKey) -> _ContentRecord | None:
         found = self.pop(key, None)
         if found is not None:
-            self._index()
+            self._rebuild_index()
         return found
 
     def clear(self) -> None:
         super().clear()
-        self._index()
+        self._rebuild_index()
 
-    def forget_expired(self, now: float) -> None:
-        expired = False
-        while self and (oldest := next(iter(self.items())))[1].until <= now:
+    def drop_expired(self, now: float) -> None:
+        has_expired = False
+        while self and (oldest := next(iter(self.items())))[1].expires_at <= now:
             del self[oldest[0]]
-            expired = True
-        if expired:
-            self._index()
+            has_expired = True
+        if has_expired:
+            self._rebuild_index()
 
-    def _index(self) -> None:
-        marks: dict[int, set[bytes]] = {}
+    def _rebuild_index(self) -> None:
+        sample_digests: dict[int, set[bytes]] = {}
         for each in self.values():
-            marks.setdefault(each.nbytes, set()).add(each.mark)
-        self._marks = {nbytes: frozenset(those) for nbytes, those in marks.items()}
+            sample_digests.setdefault(each.nbytes, set()).add(each.sample_digest)
+        self._sample_digests = {nbytes: frozenset(those) for nbytes, those in sample_digests.items()}
 
 
-def _key(request: Request) -> _Key:
-    return _Key(content(request), request.origin.far if request.is_mutable else "")
+def _content_key(request: Request) -> _ContentKey:
+    return _ContentKey(compute_digest(request), request.origin.party if request.is_mutable else "")
 
 
 class Quarantine:
@@ -108,58 +108,58 @@ class Quarantine:
     """
 
     def __init__(self) -> None:
-        self.held = _Contents()
-        self.suspects = _Contents()
+        self.quarantined = _ContentTable()
+        self.suspected = _ContentTable()
 
-    def may_hold(self, request: Request, now: float) -> bool:
+    def may_be_quarantined(self, request: Request, now: float) -> bool:
         """Return whether the request may be in quarantine: then it is worth its digest to `check` it."""
-        return self.held.may_have(request, now)
+        return self.quarantined.may_contain(request, now)
 
-    def may_suspect(self, request: Request, now: float) -> bool:
+    def may_be_suspected(self, request: Request, now: float) -> bool:
         """Return whether the request's content may be under suspicion: then `answered` is worth its digest."""
-        return self.suspects.may_have(request, now)
+        return self.suspected.may_contain(request, now)
 
-    def check(self, request: Request, now: float) -> None:
+    def check_request(self, request: Request, now: float) -> None:
         """Raise if the request is in quarantine.
 
         Raises:
             Internal: the text says for how long.
         """
-        if not self.may_hold(request, now):
+        if not self.may_be_quarantined(request, now):
             return
-        digest = content(request)
-        held = self.held.get(_Key(digest, "")) or self.held.get(_Key(digest, request.origin.far))
-        if held is not None:
-            left = held.until - now
+        digest = compute_digest(request)
+        record = self.quarantined.get(_ContentKey(digest, "")) or self.quarantined.get(_ContentKey(digest, request.origin.party))
+        if record is not None:
+            left = record.expires_at - now
             raise Internal(f"workers died of this content or hung in it: it is refused for {left:.0f} s more")
 
-    def hold(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float) -> None:
         """Refuse the request's content from now on."""
-        self.suspects.remove(_key(request))
-        self.held.put(request, now)
+        self.suspected.remove(_content_key(request))
+        self.quarantined.add(request, now)
 
-    def hung(self, request: Request, now: float) -> bool:
+    def on_hang(self, request: Request, now: float) -> bool:
         """A seat hung in the request; return whether its content is refused from now on."""
-        self.suspects.forget_expired(now)
-        suspect = self.suspects.remove(_key(request))
+        self.suspected.drop_expired(now)
+        suspect = self.suspected.remove(_content_key(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
         if hangs >= MAX_HANGS:
-            self.hold(request, now)
+            self.add(request, now)
             return True
-        self.suspects.put(request, now, hangs)
+        self.suspected.add(request, now, hangs)
         return False
 
-    def answered(self, request: Request, now: float) -> None:
+    def on_answered(self, request: Request, now: float) -> None:
         """A seat has answered the request: its content is beyond suspicion."""
-        if self.may_suspect(request, now):
-            self.suspects.remove(_key(request))
+        if self.may_be_suspected(request, now):
+            self.suspected.remove(_content_key(request))
 
     def clear(self) -> None:
         """Forget everything: another model is served."""
-        self.held.clear()
-        self.suspects.clear()
+        self.quarantined.clear()
+        self.suspected.clear()
 
     def count(self, now: float) -> int:
         """Return how many contents are refused."""
-        self.held.forget_expired(now)
-        return len(self.held)
+        self.quarantined.drop_expired(now)
+        return len(self.quarantined)

@@ -19,27 +19,27 @@ from weightd.daemon.requests.request import Origin
 from weightd.protocol.errors import ResourceExhausted
 
 # So many deaths in a row, of a process and of a user. One request of which two seats died has already made two.
-NEAR_DEATHS = 4
-FAR_DEATHS = 8
+MAX_PEER_DEATHS = 4
+MAX_PARTY_DEATHS = 8
 
 # Of a tenant: from the first one on it is confined, and after so many it is refused.
-TENANT_DEATHS = 3
+MAX_TENANT_DEATHS = 3
 
 # A death is of the same row as the one before if it comes sooner than this. Who kills more slowly takes less from the
 # others than to be refused would take from an innocent: most seats are replaced faster.
-MEMORY_S = 15.0
+OFFENSE_RETENTION_S = 15.0
 
 # For how long the first death of a client that is confined has it refused, and the later ones at most.
-FIRST_REFUSAL_S = 10.0
-LONGEST_REFUSAL_S = 60.0
+MIN_REFUSAL_S = 10.0
+MAX_REFUSAL_S = 60.0
 _MAX_DOUBLINGS = 10
 
 # Who is remembered; the oldest gives way. Each costs two hundred bytes.
-_MAX_KNOWN = 1024
+_MAX_OFFENDERS = 1024
 
 
 @dataclass
-class _Party:
+class _Offender:
     """A process, connection, user, address or tenant. Times are monotonic seconds.
 
     Attributes:
@@ -47,51 +47,51 @@ class _Party:
         free: deaths after which it is confined.
     """
 
-    most: int
-    free: int
+    max_deaths: int
+    confinement_deaths: int
     deaths: int = 0
     refused_until: float = 0.0
-    forgotten_at: float = 0.0
+    expires_at: float = 0.0
 
     @property
     def is_confined(self) -> bool:
-        return self.deaths >= self.free
+        return self.deaths >= self.confinement_deaths
 
 
 class Known:
     """Parties by their names: of one model, or of all where these are tenants."""
 
     def __init__(self) -> None:
-        self.parties: dict[str, _Party] = {}
+        self.offenders: dict[str, _Offender] = {}
 
-    def count(self, name: str, most: int, free: int, ran: float, now: float) -> _Party:
+    def record_death(self, name: str, max_deaths: int, confinement_deaths: int, ran_s: float, now: float) -> _Offender:
         """Seats were lost to what this one asked once more; return it."""
-        self.forget_expired(now)
-        party = self.parties.pop(name, None) or _Party(most, free)  # the oldest comes first
-        self.parties[name] = party
-        if len(self.parties) > _MAX_KNOWN:
-            del self.parties[next(iter(self.parties))]
-        party.deaths += 1
-        if party.deaths > most:
-            doublings = min(party.deaths - most - 1, _MAX_DOUBLINGS)
-            party.refused_until = now + min(FIRST_REFUSAL_S * 2.0**doublings, LONGEST_REFUSAL_S)
+        self.drop_expired(now)
+        offender = self.offenders.pop(name, None) or _Offender(max_deaths, confinement_deaths)  # the oldest comes first
+        self.offenders[name] = offender
+        if len(self.offenders) > _MAX_OFFENDERS:
+            del self.offenders[next(iter(self.offenders))]
+        offender.deaths += 1
+        if offender.deaths > max_deaths:
+            doublings = min(offender.deaths - max_deaths - 1, _MAX_DOUBLINGS)
+            offender.refused_until = now + min(MIN_REFUSAL_S * 2.0**doublings, MAX_REFUSAL_S)
         # The next one may have to run as long before it kills.
-        party.forgotten_at = max(now, party.refused_until) + MEMORY_S + ran
-        return party
+        offender.expires_at = max(now, offender.refused_until) + OFFENSE_RETENTION_S + ran_s
+        return offender
 
-    def get(self, name: str, now: float) -> _Party | None:
+    def get(self, name: str, now: float) -> _Offender | None:
         """Return a party that has not been forgotten by now."""
-        party = self.parties.get(name)
-        return party if party is not None and now < party.forgotten_at else None
+        offender = self.offenders.get(name)
+        return offender if offender is not None and now < offender.expires_at else None
 
-    def confined(self, now: float) -> list[str]:
+    def confined_names(self, now: float) -> list[str]:
         """Return who is."""
-        self.forget_expired(now)
-        return [name for name, offender in self.parties.items() if offender.is_confined]
+        self.drop_expired(now)
+        return [name for name, offender in self.offenders.items() if offender.is_confined]
 
-    def forget_expired(self, now: float) -> None:
+    def drop_expired(self, now: float) -> None:
         """Forget those to whom no seat was lost for long."""
-        self.parties = {name: offender for name, offender in self.parties.items() if now < offender.forgotten_at}
+        self.offenders = {name: offender for name, offender in self.offenders.items() if now < offender.expires_at}
 
 
 class Suspects:
@@ -102,55 +102,55 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self.tenants = Known()
-        self._own = Known()
+        self.tenant_offenders = Known()
+        self._client_offenders = Known()
 
     @property
-    def are_known(self) -> bool:
+    def has_offenders(self) -> bool:
         """Whether there are any; else nobody is refused, or confined."""
-        return bool(self._own.parties or self.tenants.parties)
+        return bool(self._client_offenders.offenders or self.tenant_offenders.offenders)
 
-    def died(self, origin: Origin, ran: float, now: float) -> None:
+    def record_death(self, origin: Origin, ran_s: float, now: float) -> None:
         """A seat has died, left or had to be ended of what this client asked, which it had run for `ran` seconds."""
         if origin.is_tenant:
-            self.tenants.count(origin.far, TENANT_DEATHS, 1, ran, now)
+            self.tenant_offenders.record_death(origin.party, MAX_TENANT_DEATHS, 1, ran_s, now)
             return
-        near = self._own.count(origin.near, NEAR_DEATHS, NEAR_DEATHS, ran, now)
-        if near.deaths <= NEAR_DEATHS:
+        peer = self._client_offenders.record_death(origin.peer, MAX_PEER_DEATHS, MAX_PEER_DEATHS, ran_s, now)
+        if peer.deaths <= MAX_PEER_DEATHS:
             # What a process does that is confined already says nothing about the others of its user.
-            self._own.count(origin.far, FAR_DEATHS, FAR_DEATHS, ran, now)
+            self._client_offenders.record_death(origin.party, MAX_PARTY_DEATHS, MAX_PARTY_DEATHS, ran_s, now)
 
-    def check(self, origin: Origin, now: float) -> None:
+    def check_not_refused(self, origin: Origin, now: float) -> None:
         """Raise if what the client asks is refused now.
 
         Raises:
             ResourceExhausted: the text says why, `retry_after` for how long.
         """
-        for name, offender in self._parties(origin, now):
+        for name, offender in self._offenders_of(origin, now):
             left = offender.refused_until - now
             if left > 0:
                 text = f"{offender.deaths} workers were lost to requests of {name}: it is refused for {left:.0f} s more"
                 raise ResourceExhausted(text, retry_after=left)
 
-    def confines(self, origin: Origin, now: float) -> bool:
+    def is_confined(self, origin: Origin, now: float) -> bool:
         """Return whether what the client asks runs apart."""
-        return any(offender.is_confined for _, offender in self._parties(origin, now))
+        return any(offender.is_confined for _, offender in self._offenders_of(origin, now))
 
-    def condemns(self, origin: Origin, now: float) -> bool:
+    def should_fail_next(self, origin: Origin, now: float) -> bool:
         """Return whether the next seat that is lost to what the client asks ends that request, proven or not."""
-        return any(offender.deaths > 1 for _, offender in self._parties(origin, now) if offender.is_confined)
+        return any(offender.deaths > 1 for _, offender in self._offenders_of(origin, now) if offender.is_confined)
 
     def clear(self) -> None:
         """Forget everything: another model is served. What a tenant has done stays: it may have done it to others."""
-        self._own.parties.clear()
+        self._client_offenders.offenders.clear()
 
-    def names(self, now: float) -> list[str]:
+    def confined_names(self, now: float) -> list[str]:
         """Return who is confined."""
-        return [*self._own.confined(now), *self.tenants.confined(now)]
+        return [*self._client_offenders.confined_names(now), *self.tenant_offenders.confined_names(now)]
 
-    def _parties(self, origin: Origin, now: float) -> Iterator[tuple[str, _Party]]:
-        known, names = (self.tenants, (origin.far,)) if origin.is_tenant else (self._own, (origin.near, origin.far))
+    def _offenders_of(self, origin: Origin, now: float) -> Iterator[tuple[str, _Offender]]:
+        table, names = (self.tenant_offenders, (origin.party,)) if origin.is_tenant else (self._client_offenders, (origin.peer, origin.party))
         for name in names:
-            offender = known.get(name, now)
+            offender = table.get(name, now)
             if offender is not None:
                 yield name, offender

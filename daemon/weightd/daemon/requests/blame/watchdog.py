@@ -14,21 +14,21 @@ from typing import NamedTuple
 class Due(NamedTuple):
     """What is due: the processes to ping, with or without the canary, and those that have not answered their ping."""
 
-    plain: list[str]
-    canary: list[str]
-    silent: list[str]
+    pings: list[str]
+    selftests: list[str]
+    unresponsive: list[str]
 
 
 @dataclass(slots=True)
 class _Watched:
-    heard: float
-    proved: float
+    last_message_at: float
+    last_selftest_at: float
     # Of a ping under way: when it has to be answered.
-    patience: float = float("inf")
-    pinged: bool = False
-    proving: bool = False
+    deadline: float = float("inf")
+    is_pinged: bool = False
+    is_selftesting: bool = False
     # It was seen to compute: it need not be looked at before this.
-    look: float = -float("inf")
+    next_check_at: float = -float("inf")
 
 
 class Watchdog:
@@ -44,45 +44,45 @@ class Watchdog:
     def __init__(
         self,
         period: float,
-        canary_interval: float,
-        canary_patience: float,
-        due_by: Callable[[float], object] = lambda _: None,
+        selftest_interval_s: float,
+        selftest_timeout_s: float,
+        schedule_by: Callable[[float], object] = lambda _: None,
     ) -> None:
-        self.period = period
-        self._canary_interval = canary_interval or float("inf")
-        self._canary_patience = canary_patience
-        self._due_by = due_by
+        self.period_s = period
+        self._selftest_interval_s = selftest_interval_s or float("inf")
+        self._selftest_timeout_s = selftest_timeout_s
+        self._schedule_by = schedule_by
         self._watched: dict[str, _Watched] = {}
         # Nothing is due before this.
-        self.next_event = float("inf")
+        self.next_event_at = float("inf")
 
-    def watch(self, process: str, now: float, *, proves: bool = True) -> None:
+    def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
         """The process is READY: it has just answered the canary. Unless it `proves`, it is not asked for that again."""
-        self._watched[process] = _Watched(now, now if proves else float("inf"))
-        self._look_ahead()
+        self._watched[process] = _Watched(now, now if runs_selftest else float("inf"))
+        self._update_next_event()
 
-    def forget(self, process: str) -> None:
+    def remove(self, process: str) -> None:
         """The process is gone, or going."""
         self._watched.pop(process, None)
-        self._look_ahead()
+        self._update_next_event()
 
-    def heard(self, process: str, now: float) -> None:
+    def on_message(self, process: str, now: float) -> None:
         """The process has answered a request."""
         watched = self._watched.get(process)
         if watched is not None:
-            watched.heard = now
+            watched.last_message_at = now
 
-    def pong(self, process: str, now: float) -> None:
+    def on_pong(self, process: str, now: float) -> None:
         """The process has answered its ping."""
         watched = self._watched.get(process)
         if watched is not None:
-            watched.heard = now
-            if watched.proving:
-                watched.proved = now
-            watched.pinged, watched.proving, watched.patience = False, False, float("inf")
-            self._look_ahead()
+            watched.last_message_at = now
+            if watched.is_selftesting:
+                watched.last_selftest_at = now
+            watched.is_pinged, watched.is_selftesting, watched.deadline = False, False, float("inf")
+            self._update_next_event()
 
-    def due(self, now: float, is_busy: Callable[[str], bool]) -> Due:
+    def take_due(self, now: float, is_busy: Callable[[str], bool]) -> Due:
         """Return what is due, and take it for done.
 
         Args:
@@ -90,37 +90,37 @@ class Watchdog:
             is_busy: whether the seat of this process computes.
         """
         due = Due([], [], [])
-        if now < self.next_event:
+        if now < self.next_event_at:
             return due
         for name, watched in self._watched.items():
-            if now >= watched.patience:
-                due.silent.append(name)
-            elif watched.pinged:
+            if now >= watched.deadline:
+                due.unresponsive.append(name)
+            elif watched.is_pinged:
                 continue
-            elif now >= watched.proved + self._canary_interval:
-                due.canary.append(name)
-                watched.pinged, watched.proving, watched.patience = True, True, now + self._canary_patience
-            elif now >= self._next(watched) and is_busy(name):
-                watched.look = now + self.period / 4
-            elif now >= self._next(watched):
-                due.plain.append(name)
-                watched.pinged, watched.patience = True, now + self.period / 2
-        for name in due.silent:
+            elif now >= watched.last_selftest_at + self._selftest_interval_s:
+                due.selftests.append(name)
+                watched.is_pinged, watched.is_selftesting, watched.deadline = True, True, now + self._selftest_timeout_s
+            elif now >= self._next_event_of(watched) and is_busy(name):
+                watched.next_check_at = now + self.period_s / 4
+            elif now >= self._next_event_of(watched):
+                due.pings.append(name)
+                watched.is_pinged, watched.deadline = True, now + self.period_s / 2
+        for name in due.unresponsive:
             del self._watched[name]
-        self._look_ahead()
+        self._update_next_event()
         return due
 
-    def unheard_of(self, processes: Iterable[str], now: float) -> float | None:
+    def silence_s(self, processes: Iterable[str], now: float) -> float | None:
         """Return for how many seconds none of them has been heard of, if that is too long; None if it is not."""
-        last = max((self._watched[each].heard for each in processes if each in self._watched), default=-float("inf"))
-        silence = now - last
-        return silence if silence > self.period else None
+        last_message_at = max((self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf"))
+        silence = now - last_message_at
+        return silence if silence > self.period_s else None
 
-    def _look_ahead(self) -> None:
-        self.next_event = min(map(self._next, self._watched.values()), default=float("inf"))
-        self._due_by(self.next_event)
+    def _update_next_event(self) -> None:
+        self.next_event_at = min(map(self._next_event_of, self._watched.values()), default=float("inf"))
+        self._schedule_by(self.next_event_at)
 
-    def _next(self, each: _Watched) -> float:
-        if each.pinged:
-            return each.patience
-        return min(max(each.heard + self.period / 2, each.look), each.proved + self._canary_interval)
+    def _next_event_of(self, watched: _Watched) -> float:
+        if watched.is_pinged:
+            return watched.deadline
+        return min(max(watched.last_message_at + self.period_s / 2, watched.next_check_at), watched.last_selftest_at + self._selftest_interval_s)

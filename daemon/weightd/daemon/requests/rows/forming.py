@@ -13,16 +13,16 @@ from weightd.daemon.requests.rows.times import Kind, Times
 from weightd.protocol import limits
 
 # So many that do not fit are looked at: it is done with each job.
-_MOST_MISFITS = 64
+_MAX_MISFITS = 64
 
 # More is not put together: by itself a request may be larger.
-_MOST_BYTES = 64 * 1024 * 1024
+_MAX_BATCH_BYTES = 64 * 1024 * 1024
 
 # While others wait, what can be bounded takes no longer than this.
-LONG_S = 0.1
+MAX_BATCH_S = 0.1
 
 # Of the most rows that a part may have: one with so many has all of them.
-_NEARLY = 0.8
+_NEARLY_ALL = 0.8
 
 
 class Where(NamedTuple):
@@ -35,10 +35,10 @@ class Where(NamedTuple):
         longest: seconds that a job of several may take, about.
     """
 
-    terms: RowTerms
-    expected: Callable[[Kind, int], float]
-    most: int = limits.MAX_BATCH_ITEMS
-    longest: float = math.inf
+    policy: RowTerms
+    expected_s: Callable[[Kind, int], float]
+    max_requests: int = limits.MAX_BATCH_ITEMS
+    max_s: float = math.inf
 
 
 class Mates(NamedTuple):
@@ -51,8 +51,8 @@ class Mates(NamedTuple):
     """
 
     requests: Iterable[Request]
-    number: int
-    longest: float = math.inf
+    count: int
+    max_s: float = math.inf
 
 
 class Group(NamedTuple):
@@ -69,7 +69,7 @@ class Group(NamedTuple):
     is_full: bool
 
 
-def together(first: Request, form: Form, waiting: Iterable[Request], where: Where, now: float) -> Group:
+def form_batch(first: Request, batch_key: Form, waiting: Iterable[Request], constraints: Where, now: float) -> Group:
     """Return the first request, and those that share its job.
 
     Each of them will be answered before its deadline, as far as it can be told how long the job runs.
@@ -81,41 +81,41 @@ def together(first: Request, form: Form, waiting: Iterable[Request], where: Wher
         where: they are to run.
         now: the clock.
     """
-    terms = where.terms
-    if not _shares(first, form, terms):
-        return Group([first], form.rows, is_full=True)
-    chosen, rows, nbytes, deadline = [first], form.rows, first.content_bytes, first.deadline
-    misfits, is_full = 0, rows == terms.max_rows
+    policy = constraints.policy
+    if not _can_share(first, batch_key, policy):
+        return Group([first], batch_key.rows, is_full=True)
+    chosen, rows, nbytes, deadline = [first], batch_key.rows, first.content_bytes, first.deadline
+    misfits, is_full = 0, rows == policy.max_rows
     for each in waiting:
-        if is_full or misfits >= _MOST_MISFITS or len(chosen) >= where.most:
+        if is_full or misfits >= _MAX_MISFITS or len(chosen) >= constraints.max_requests:
             break
         if each is first:
             continue
-        other = terms.form(each.description)
-        if other is None or other.kind != form.kind or not _agree(first, each, terms):
+        other = policy.batch_key(each.description)
+        if other is None or other.kind != batch_key.kind or not _can_share_with(first, each, policy):
             misfits += 1
             continue
-        if terms.cuts(other, each.origin.far):
+        if policy.should_split(other, each.origin.party):
             misfits += 1
             continue
         total, size, least = rows + other.rows, nbytes + each.content_bytes, min(deadline, each.deadline)
-        seconds = where.expected(form.kind, total)
+        seconds = constraints.expected_s(batch_key.kind, total)
         if (
-            total > terms.max_rows
-            or size > _MOST_BYTES
-            or seconds > (min(LONG_S, where.longest) if misfits else where.longest)
+            total > policy.max_rows
+            or size > _MAX_BATCH_BYTES
+            or seconds > (min(MAX_BATCH_S, constraints.max_s) if misfits else constraints.max_s)
         ):
             is_full = True
         elif now + seconds < least:
             chosen.append(each)
             rows, nbytes, deadline = total, size, least
-            is_full = rows == terms.max_rows
+            is_full = rows == policy.max_rows
         else:
             misfits += 1
     return Group(chosen, rows, is_full)
 
 
-def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, longest: float) -> int:
+def next_split_rows(split: Cut, device: str, devices: Sequence[str], estimates: Times, max_s: float) -> int:
     """Return how many rows of a request that runs in parts the next part has at most.
 
     All devices are to be ready at once, and while others wait no part is so long that these wait for long.
@@ -127,23 +127,23 @@ def rows_of_part(cut: Cut, device: str, devices: Sequence[str], times: Times, lo
         times: of earlier jobs.
         longest: seconds that it may take, about.
     """
-    terms, form = cut.terms, cut.form
-    share = math.ceil(form.rows * times.share(device, devices, form.kind, form.rows))
-    most = min(terms.part_rows, cut.next_rows)
+    policy, batch_key = split.policy, split.batch_key
+    share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))
+    max_rows = min(policy.max_split_rows, split.next_rows)
     # A few rows that were left would be a job of their own: shares are never known that well.
-    rows = most if share >= _NEARLY * most else share
-    if longest < math.inf:
-        rows = times.most(device, form.kind, rows, longest)
-    return max((size for size in terms.sizes if size <= rows), default=min(terms.sizes, default=rows))
+    rows = max_rows if share >= _NEARLY_ALL * max_rows else share
+    if max_s < math.inf:
+        rows = estimates.max_rows_within(device, batch_key.kind, rows, max_s)
+    return max((size for size in policy.sizes if size <= rows), default=min(policy.sizes, default=rows))
 
 
-def _shares(request: Request, form: Form, terms: RowTerms) -> bool:
+def _can_share(request: Request, batch_key: Form, policy: RowTerms) -> bool:
     """Whether the request may share a job: nothing speaks against it, and it would not fill more than one alone."""
-    may = terms.merges and form.is_all_rows and form.rows <= terms.max_rows and request.company is Company.ANY
-    return may and not terms.keeps_apart(request.origin.far)
+    is_mergeable = policy.can_merge and batch_key.has_only_row_inputs and batch_key.rows <= policy.max_rows and request.isolation is Company.BATCHABLE
+    return is_mergeable and not policy.is_unmerged(request.origin.party)
 
 
-def _agree(one: Request, other: Request, terms: RowTerms) -> bool:
-    if terms.keeps_apart(other.origin.far):
+def _can_share_with(one: Request, other: Request, policy: RowTerms) -> bool:
+    if policy.is_unmerged(other.origin.party):
         return False
-    return other.company is Company.ANY and (terms.is_exact or one.origin.far == other.origin.far)
+    return other.isolation is Company.BATCHABLE and (policy.is_exact or one.origin.party == other.origin.party)

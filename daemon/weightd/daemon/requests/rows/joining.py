@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     frames: Sequence[Any]
 
 
-def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
+def join_results(partials: Sequence[Piece], row_outputs: Collection[str]) -> tuple[ResponseDescription, list[Any]]:
     """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
 
     Args:
@@ -35,24 +35,24 @@ def joined(pieces: Sequence[Piece], with_rows: Collection[str]) -> tuple[Respons
     Raises:
         Internal: the pieces do not fit together. The text names the output, what was expected and what came.
     """
-    first = pieces[0].description
-    total = sum(partial.rows for partial in pieces)
+    first = partials[0].description
+    total = sum(partial.rows for partial in partials)
     outputs: list[TensorSpec] = []
     frames: list[Any] = []
     for index, spec in enumerate(first.outputs):
-        has_rows = spec.name in with_rows
-        for partial in pieces:
-            _check(spec, partial, index, has_rows=has_rows, frame=pieces[0].frames[index])
+        has_rows = spec.name in row_outputs
+        for partial in partials:
+            _check_output(spec, partial, index, has_rows=has_rows, frame=partials[0].frames[index])
         if has_rows:
             outputs.append(dataclasses.replace(spec, shape=(total, *spec.shape[1:])))
-            frames.append(_together([partial.frames[index] for partial in pieces]))
+            frames.append(_join_frames([partial.frames[index] for partial in partials]))
         else:
             outputs.append(spec)
-            frames.append(pieces[0].frames[index])
+            frames.append(partials[0].frames[index])
     return ResponseDescription(first.model_name, tuple(outputs)), frames
 
 
-def _together(frames: Sequence[Any]) -> Any:
+def _join_frames(frames: Sequence[Any]) -> Any:
     """Return where all of these are, if they are one behind the other in memory of a client, else their bytes."""
     first, nbytes = frames[0], 0
     for each in frames:
@@ -62,14 +62,14 @@ def _together(frames: Sequence[Any]) -> Any:
     return first.part(0, nbytes)
 
 
-def _check(spec: TensorSpec, piece: Piece, index: int, *, has_rows: bool, frame: Any) -> None:
-    got = piece.description.outputs[index] if index < len(piece.description.outputs) else None
-    expected = dataclasses.replace(spec, shape=(piece.rows, *spec.shape[1:])) if has_rows else spec
-    if got != expected:
-        raise Internal(f"output {spec.name} of a part: expected {_words(expected)}, got {_words(got)}")
-    if not has_rows and piece.frames[index][:] != frame[:]:
+def _check_output(spec: TensorSpec, partial: Piece, index: int, *, has_rows: bool, frame: Any) -> None:
+    actual = partial.description.outputs[index] if index < len(partial.description.outputs) else None
+    expected = dataclasses.replace(spec, shape=(partial.rows, *spec.shape[1:])) if has_rows else spec
+    if actual != expected:
+        raise Internal(f"output {spec.name} of a part: expected {_describe_output(expected)}, got {_describe_output(actual)}")
+    if not has_rows and partial.frames[index][:] != frame[:]:
         raise Internal(f"output {spec.name} has no rows, and is not the same for each part of the request")
 
 
-def _words(spec: TensorSpec | None) -> str:
+def _describe_output(spec: TensorSpec | None) -> str:
     return "none" if spec is None else f"{spec.name} {spec.datatype} {list(spec.shape)}"

@@ -13,9 +13,9 @@ _MAX_NAMES = 4096
 
 
 @functools.lru_cache(_MAX_NAMES)
-def number_of(far: str) -> int:
+def party_number(party: str) -> int:
     """Return the number of a tenant or a user (`Origin.far`)."""
-    return int.from_bytes(hashlib.blake2b(far.encode(), digest_size=6).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(party.encode(), digest_size=6).digest(), "big")
 
 
 class Names:
@@ -24,15 +24,15 @@ class Names:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
-    def number(self, far: str) -> int:
+    def number_of(self, party: str) -> int:
         """Return the number of a tenant or a user, and remember whose it is."""
-        number = number_of(far)
+        number = party_number(party)
         if number not in self._names:
             if len(self._names) >= _MAX_NAMES:
                 del self._names[next(iter(self._names))]
-            self._names[number] = far
+            self._names[number] = party
         return number
 
-    def of(self, number: int) -> str:
+    def name_of(self, number: int) -> str:
         """Return the tenant or the user with this number."""
         return self._names.get(number, "a tenant or user of an earlier daemon")

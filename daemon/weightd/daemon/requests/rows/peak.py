@@ -10,15 +10,15 @@ class Peak:
         seconds: how long it is remembered.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._since = 0.0
-        self._most = self._most_before = 0
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._window_started_at = 0.0
+        self._max = self._previous_max = 0
 
     def add(self, count: int, now: float) -> int:
         """There are so many now; return the peak."""
-        if now >= self._since + self._seconds:
-            self._most_before = self._most if now < self._since + 2 * self._seconds else 0
-            self._since, self._most = now, 0
-        self._most = max(self._most, count)
-        return max(self._most, self._most_before)
+        if now >= self._window_started_at + self._window_s:
+            self._previous_max = self._max if now < self._window_started_at + 2 * self._window_s else 0
+            self._window_started_at, self._max = now, 0
+        self._max = max(self._max, count)
+        return max(self._max, self._previous_max)

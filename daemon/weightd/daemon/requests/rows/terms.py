@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from weightd.daemon.requests.rows.parties import number_of
+from weightd.daemon.requests.rows.parties import party_number
 from weightd.protocol.messages.data import RequestDescription
 
 # As many as the decoder knows by their bytes.
-_MAX_KNOWN = 1024
+_MAX_CACHED = 1024
 
 
 Dims = frozenset[tuple[str, tuple[int, ...]]]
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
     kind: tuple[Any, ...]
     rows: int
-    is_all_rows: bool
+    has_only_row_inputs: bool
     dims: Dims
 
 
@@ -52,50 +52,50 @@ class RowTerms:
             run in parts.
     """
 
-    source: int = 0
+    source_number: int = 0
     inputs: frozenset[str] = frozenset()
     outputs: frozenset[str] = frozenset()
     max_rows: int = 1
-    part_rows: int = 0
+    max_split_rows: int = 0
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
-    tested: Dims | None = None
+    tested_dims: Dims | None = None
     # What has begun in parts goes on when this changes.
-    apart: frozenset[int] = field(default=frozenset(), compare=False)
+    unmerged_parties: frozenset[int] = field(default=frozenset(), compare=False)
     # By the identity of the description, with itself so that it stays that one's.
-    _forms: dict[int, tuple[RequestDescription, Form | None]] = field(
+    _batch_keys: dict[int, tuple[RequestDescription, Form | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, Form | None]], compare=False, repr=False
     )
 
     @property
-    def merges(self) -> bool:
+    def can_merge(self) -> bool:
         """Whether requests may share a job."""
         return self.max_rows > 1
 
-    def cuts(self, form: Form, far: str) -> bool:
+    def should_split(self, batch_key: Form, party: str) -> bool:
         """Whether a request of this form runs in parts; `far`: the tenant or the user that has sent it."""
-        return 0 < self.part_rows < form.rows and self.tested in (None, form.dims) and not self.keeps_apart(far)
+        return 0 < self.max_split_rows < batch_key.rows and self.tested_dims in (None, batch_key.dims) and not self.is_unmerged(party)
 
-    def keeps_apart(self, far: str) -> bool:
+    def is_unmerged(self, party: str) -> bool:
         """Whether the rows of a tenant or a user were found to differ."""
-        return bool(self.apart) and number_of(far) in self.apart
+        return bool(self.unmerged_parties) and party_number(party) in self.unmerged_parties
 
-    def form(self, description: RequestDescription) -> Form | None:
+    def batch_key(self, description: RequestDescription) -> Form | None:
         """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
         if not self.inputs:
             return None
-        known = self._forms.get(id(description))
-        if known is None:
-            if len(self._forms) >= _MAX_KNOWN:
-                self._forms.clear()
-            known = self._forms[id(description)] = description, self._found(description)
-        return known[1]
+        cached = self._batch_keys.get(id(description))
+        if cached is None:
+            if len(self._batch_keys) >= _MAX_CACHED:
+                self._batch_keys.clear()
+            cached = self._batch_keys[id(description)] = description, self._make_batch_key(description)
+        return cached[1]
 
-    def padded(self, rows: int) -> int:
+    def padded_rows(self, rows: int) -> int:
         """Return how many rows the model is given for so many; 0: just these."""
         return next_size(rows, self.sizes)
 
-    def _found(self, description: RequestDescription) -> Form | None:
+    def _make_batch_key(self, description: RequestDescription) -> Form | None:
         kind: list[Any] = [description.outputs]
         dims: list[tuple[str, tuple[int, ...]]] = []
         counts: set[int] = set()
@@ -113,7 +113,7 @@ class RowTerms:
         return Form(tuple(kind), counts.pop(), is_all_rows, frozenset(dims))
 
 
-WHOLE = RowTerms()
+NO_BATCHING = RowTerms()
 """Each request is a job of its own."""
 
 

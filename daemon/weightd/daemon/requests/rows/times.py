@@ -9,7 +9,7 @@ from typing import Any
 _WEIGHT = 0.2
 
 # Forms of requests, on one device each; the clients choose them.
-_MAX_KNOWN = 256
+_MAX_KINDS = 256
 
 Kind = tuple[Any, ...]
 
@@ -23,43 +23,43 @@ class Times:
 
     def add(self, device: str, kind: Kind, rows: int, seconds: float) -> None:
         """A job has run."""
-        known = self._means.get((device, kind))
-        if known is None:
-            if len(self._means) >= _MAX_KNOWN:
+        means = self._means.get((device, kind))
+        if means is None:
+            if len(self._means) >= _MAX_KINDS:
                 self._means.clear()
-            known = self._means[device, kind] = {}
-        had_rows, had_seconds = known.get(rows.bit_length(), (float(rows), seconds))
-        known[rows.bit_length()] = (
-            had_rows + _WEIGHT * (rows - had_rows),
-            had_seconds + _WEIGHT * (seconds - had_seconds),
+            means = self._means[device, kind] = {}
+        mean_rows, mean_seconds = means.get(rows.bit_length(), (float(rows), seconds))
+        means[rows.bit_length()] = (
+            mean_rows + _WEIGHT * (rows - mean_rows),
+            mean_seconds + _WEIGHT * (seconds - mean_seconds),
         )
 
-    def expected(self, device: str, kind: Kind, rows: int) -> float:
+    def expected_s(self, device: str, kind: Kind, rows: int) -> float:
         """Return the seconds that a job with so many rows is going to take at most, about; 0.0 where nobody knows."""
-        near = self._near(device, kind, rows)
-        return near[1] * max(1.0, rows / near[0]) if near else 0.0
+        nearest = self._nearest(device, kind, rows)
+        return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
 
-    def most(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
+    def max_rows_within(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
         """Return how many of so many rows take no longer than this, as far as is known: at least one.
 
         What is known of more rows tells what less of them take in proportion: less are tried then, and known.
         """
-        while rows > 1 and (nearest := self._near(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
+        while rows > 1 and (nearest := self._nearest(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
             rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))
         return rows
 
     def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
         """Return which share of so many rows one of these devices gets if all are to be ready at once."""
         speeds = {
-            each: rows / self.expected(each, kind, rows) for each in {*devices} if self.expected(each, kind, rows)
+            each: rows / self.expected_s(each, kind, rows) for each in {*devices} if self.expected_s(each, kind, rows)
         }
-        usual = sum(speeds.values()) / len(speeds) if speeds else 1.0
-        return speeds.get(device, usual) / sum(speeds.get(each, usual) for each in devices)
+        mean_speed = sum(speeds.values()) / len(speeds) if speeds else 1.0
+        return speeds.get(device, mean_speed) / sum(speeds.get(each, mean_speed) for each in devices)
 
-    def _near(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
+    def _nearest(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
         """The mean of the rows, and of the seconds, of the jobs whose rows were nearest to so many."""
-        known = self._means.get((device, kind))
-        if not known:
+        means = self._means.get((device, kind))
+        if not means:
             return None
         bucket = rows.bit_length()
-        return known[min(known, key=lambda each: (abs(each - bucket), each))]
+        return means[min(means, key=lambda each: (abs(each - bucket), each))]
