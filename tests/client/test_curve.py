@@ -24,7 +24,7 @@ def test_keys_are_those_of_the_files_and_the_secret_one_is_never_shown(pair: tup
     keys = read_keys(secret, public)
     assert keys is not None
     assert keys.secret_key in secret.read_text()
-    assert keys.server in public.read_text()
+    assert keys.server_key in public.read_text()
     assert keys.secret_key not in f"{keys} {keys!r}"
 
 

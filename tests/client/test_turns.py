@@ -74,21 +74,21 @@ class World(RuleBasedStateMachine):
         self.thread = self.threads = self.threads + 1
 
     def _reading(self) -> Tuple[object, ...]:
-        return (*self.readers, *(turn for turn in self.waiting if turn.reads))
+        return (*self.readers, *(turn for turn in self.waiting if turn.is_reader))
 
     @invariant()
     def one_reads_if_one_waits(self) -> None:
         assert len(self._reading()) <= 1
         assert [*self.turns.reader.values()] == [
             *(thread for thread, _ in self.readers),
-            *(turn.thread for turn in self.waiting if turn.reads),
+            *(turn.thread for turn in self.waiting if turn.is_reader),
         ]
         assert self._reading() or all(turn.call.done for turn in self.waiting)
 
     @invariant()
     def who_has_a_reason_is_awake(self) -> None:
         for turn in self.waiting:
-            assert (turn.reads or turn.call.done) == turn.is_awake
+            assert (turn.is_reader or turn.call.done) == turn.is_awake
 
 
 TestTurns = World.TestCase

@@ -15,7 +15,7 @@ DIGEST = "ab" * 32
 def test_a_command_line_has_texts_and_a_yaml_has_values() -> None:
     told = parse_arguments({"model": "/m/a.onnx", "workers": "4", "canary": "off", "batching": "{max_rows = 8}"})
     assert told == parse_arguments({"model": "/m/a.onnx", "workers": 4, "canary": "off", "batching": {"max_rows": 8}})
-    assert (told.model, told.name, told.table["workers"]) == ("/m/a.onnx", "a", 4)
+    assert (told.model, told.name, told.model_table["workers"]) == ("/m/a.onnx", "a", 4)
 
 
 def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

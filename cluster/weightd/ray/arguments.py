@@ -85,12 +85,12 @@ class Arguments:
     request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY_FIELDS["timeout"])
     """Seconds that a request takes at most which says nothing of that itself."""
 
-    table: Mapping[str, Any] = field(
+    model_table: Mapping[str, Any] = field(
         default_factory=dict[str, Any], metadata=derived(mapping(text(limits.MAX_PATH_BYTES), limits.MAX_MODELS))
     )
     """The keys of [models.NAME] that were given."""
 
-    workers_in_all: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
+    total_workers: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
     """Worker processes of a replica; 0: they are of the host's service, and nobody knows."""
 
     cores: int = field(default=1, metadata=derived(integer(0, _MAX_ONGOING)))
@@ -220,7 +220,7 @@ def _placeholder_file(table: Mapping[str, Any]) -> str:
 
 def _check_model(arguments: Arguments, path: str, problems: Problems) -> ModelConfig:
     """Return the daemon's table of the model, as the daemon itself checks it."""
-    models = {arguments.name: {"path": path, **arguments.table}}
+    models = {arguments.name: {"path": path, **arguments.model_table}}
     try:
         model, relocated = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
     except ConfigError as error:

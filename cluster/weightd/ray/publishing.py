@@ -39,16 +39,16 @@ class Shelf:
         self._chunks: list[list[ray.ObjectRef[Chunk]]] = []
         self._is_complete = False
 
-    def begin(self, name: str, nbytes: int) -> None:
+    def begin_file(self, name: str, nbytes: int) -> None:
         """The pieces of another file follow."""
         self._files.append(File(name, nbytes))
         self._chunks.append([])
 
-    def add(self, chunk: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Have a piece more of the file that was begun last."""
         self._chunks[-1].append(ray.put(chunk))
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """That is all of it."""
         self._is_complete = True
 

@@ -141,7 +141,7 @@ class Replica:
             # It stays as long as its daemon may be started again.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
-        return Own(arguments.base_dir, {arguments.name: {"path": path, **arguments.table}}, self.on_daemon_start)
+        return Own(arguments.base_dir, {arguments.name: {"path": path, **arguments.model_table}}, self.on_daemon_start)
 
     def on_daemon_start(self) -> None:
         """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""

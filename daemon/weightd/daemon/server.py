@@ -511,18 +511,18 @@ class Server:
         if tell:
             self._manager.notify_reloading()
         try:
-            self._request_reload(functools.partial(self._on_hangup_reloaded, tell=tell))
+            self._request_reload(functools.partial(self._on_hangup_reloaded, should_notify=tell))
         except RequestError as error:
-            self._on_hangup_reloaded(error, tell=tell)
+            self._on_hangup_reloaded(error, should_notify=tell)
 
-    def _on_hangup_reloaded(self, outcome: Change | RequestError, *, tell: bool) -> None:
+    def _on_hangup_reloaded(self, outcome: Change | RequestError, *, should_notify: bool) -> None:
         entry = audit.Entry("reload", audit.OPERATOR)
         if isinstance(outcome, RequestError):
             _log.error("not reloaded, nothing has changed: %s", outcome)
             audit.write(entry, audit.FAILED, str(outcome))
         else:
             audit.write(entry, audit.OK)
-        if tell:
+        if should_notify:
             self._manager.notify("READY=1")
 
     def reload(self, client: bytes, request_id: str) -> None:

@@ -73,11 +73,11 @@ def _make_frontends(gateway: Gateway) -> list[Front]:
         ImportError: it is not there.
     """
     frontends: list[Front] = []
-    if gateway.config.http_places:
+    if gateway.config.http_addresses:
         from weightd.gateway.rest.front import Rest  # noqa: PLC0415 - it is 20 MB
 
         frontends.append(Rest(gateway))
-    if gateway.config.grpc_places:
+    if gateway.config.grpc_addresses:
         from weightd.gateway.rpc.front import RpcFront  # noqa: PLC0415 - it is 20 MB
 
         frontends.append(RpcFront(gateway))

@@ -459,7 +459,7 @@ class AsyncClient(Uncopied):
 
     def _cancel_call(self, call: Call) -> None:
         """Nobody waits for it any more: no worker shall begin with it."""
-        if call.expects is InferResponse and self._core.is_tracked(call):
+        if call.response_type is InferResponse and self._core.is_tracked(call):
             with contextlib.suppress(Gone):
                 self._session.send(self._core.cancel_frames(call))
             self._on_sent(self._session.connection)

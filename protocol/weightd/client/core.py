@@ -79,22 +79,22 @@ class Call:
         lease: what is in shared memory of it.
     """
 
-    _answer: Any
+    _result: Any
 
-    __slots__ = ("__weakref__", "_answer", "_error", "_hooks", "done", "expects", "id", "lease", "request")
+    __slots__ = ("__weakref__", "_result", "_error", "_callbacks", "done", "response_type", "id", "lease", "request")
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
         self.id = request_id
-        self.expects = expects
+        self.response_type = expects
         self.request = request
         self.done = False
         self.lease: Optional[Lease] = None
         self._error: Optional[WeightdError] = None
-        self._hooks: List[Callable[[], None]] = []
+        self._callbacks: List[Callable[[], None]] = []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have `hook` called once the call has ended: at once if it has."""
-        self._hooks.append(callback)
+        self._callbacks.append(callback)
         if self.done:
             self._run_callbacks()
 
@@ -107,15 +107,15 @@ class Call:
         """
         if self._error is not None:
             raise self._error
-        return self._answer
+        return self._result
 
     def succeed(self, answer: Any) -> None:
         """End the call in an answer."""
-        self._answer = answer
+        self._result = answer
         # Whoever keeps the error keeps the call: not its arrays, too.
         self.lease = None
         self.done = True
-        if self._hooks:
+        if self._callbacks:
             self._run_callbacks()
 
     def fail(self, error: WeightdError) -> None:
@@ -125,9 +125,9 @@ class Call:
 
     def _run_callbacks(self) -> None:
         # Another thread may do the same: each hook is taken by one of them.
-        while self._hooks:
+        while self._callbacks:
             try:
-                hook = self._hooks.pop()
+                hook = self._callbacks.pop()
             except IndexError:
                 return
             hook()
@@ -401,7 +401,7 @@ class ClientCore:
             self.shm_tensors.on_registered(message.id, message.region)
             return
         call = self.calls.pop(message.id, _no_call)()
-        if call is not None and type(message) is not call.expects:
+        if call is not None and type(message) is not call.response_type:
             call.fail(_unexpected_response(call, message))
         elif call is not None:
             if isinstance(message, ModelMetadataResponse):
@@ -482,7 +482,7 @@ def _outputs_error(call: Call, error: InvalidArgument) -> WeightdError:
 
 
 def _unexpected_response(call: Call, message: DaemonMessage) -> RemoteProtocolError:
-    text = f"expected a {call.expects.__name__}, got a {type(message).__name__}"
+    text = f"expected a {call.response_type.__name__}, got a {type(message).__name__}"
     return RemoteProtocolError(text, call.id)
 
 

@@ -21,12 +21,12 @@ class Curve(NamedTuple):
         secret: the client's own.
     """
 
-    server: str
+    server_key: str
     secret_key: str
 
     def __repr__(self) -> str:
         """Return what may be shown."""
-        return f"Curve(server={self.server!r})"
+        return f"Curve(server={self.server_key!r})"
 
 
 def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[Curve]:

@@ -237,7 +237,7 @@ class Exchange:
         try:
             while True:
                 waiter.wait(deadline - monotonic())
-                later = None if waiter.reads or waiter.call.done else extended_deadline(started_at, deadline)
+                later = None if waiter.is_reader or waiter.call.done else extended_deadline(started_at, deadline)
                 if later is None:
                     break
                 # The one who reads was stopped, too.

@@ -22,12 +22,12 @@ class Turn:
         thread: which it is.
     """
 
-    __slots__ = ("_lock", "call", "reads", "thread")
+    __slots__ = ("_lock", "call", "is_reader", "thread")
 
     def __init__(self, call: Call, thread: int) -> None:
         self.call = call
         self.thread = thread
-        self.reads = False
+        self.is_reader = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -98,9 +98,9 @@ class Turns:
     def withdraw(self, waiter: Turn) -> bool:
         """Wait no more; return whether it is the caller who reads now."""
         with self._lock:
-            if not waiter.reads:
+            if not waiter.is_reader:
                 self._waiters.remove(waiter)
-            return waiter.reads
+            return waiter.is_reader
 
     def step_down(self) -> int:
         """Read no more: somebody who waits does from now on. Return how many are stuck: the caller tells them."""
@@ -120,7 +120,7 @@ class Turns:
                 if not turn.call.done:
                     self._waiters.remove(turn)
                     self.reader[None] = turn.thread
-                    turn.reads = True
+                    turn.is_reader = True
                     turn.wake()
                     return
             self.reader.clear()

@@ -99,7 +99,7 @@ class ZeroMqConnection(Connection):
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TCP_HEARTBEAT_TIMEOUT_MS)
         if curve is not None:
             secret = curve.secret_key.encode()
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode())
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server_key.encode())
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._uses_curve = curve is not None

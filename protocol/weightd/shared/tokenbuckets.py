@@ -15,27 +15,27 @@ class TokenBucket:
     to be more than 0.
     """
 
-    __slots__ = ("_at", "_tokens")
+    __slots__ = ("_updated_at", "_tokens")
 
     def __init__(self) -> None:
         self._tokens = 0.0
-        self._at = -float("inf")
+        self._updated_at = -float("inf")
 
     def tokens(self, rate: float, burst: float, now: float) -> float:
         """Return how many tokens it has; less than 0 after a `charge` that it could not pay."""
-        return min(burst, self._tokens + (now - self._at) * rate)
+        return min(burst, self._tokens + (now - self._updated_at) * rate)
 
     def take(self, rate: float, burst: float, now: float) -> bool:
         """Take one token, if there is one; return whether there was."""
         tokens = self.tokens(rate, burst, now)
         if tokens < 1.0:
             return False
-        self._tokens, self._at = tokens - 1.0, now
+        self._tokens, self._updated_at = tokens - 1.0, now
         return True
 
     def charge(self, tokens: float, rate: float, burst: float, now: float) -> None:
         """Take so many tokens, also those that it does not have yet, up to one burst; see `TokenBuckets.charge`."""
-        self._tokens, self._at = max(-burst, self.tokens(rate, burst, now) - tokens), now
+        self._tokens, self._updated_at = max(-burst, self.tokens(rate, burst, now) - tokens), now
 
 
 class TokenBuckets:

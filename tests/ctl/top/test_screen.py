@@ -107,7 +107,7 @@ def test_what_has_failed_is_seen() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
     lines = draw(history.overview(), View(), ALL_IS_WELL, Size(24, 79), ASCII)
-    assert ("failed", Style.BAD) in [piece for each in lines for piece in each.pieces]
+    assert ("failed", Style.BAD) in [piece for each in lines for piece in each.spans]
 
 
 def test_how_far_a_model_is_stands_for_its_state() -> None:
@@ -170,4 +170,4 @@ def test_each_character_takes_one_column() -> None:
 
 def test_a_line_is_cut_where_there_is_no_more_room() -> None:
     assert truncate(text_line("abc"), 2).text == "ab"
-    assert truncate(text_line("abc"), 0).pieces == []
+    assert truncate(text_line("abc"), 0).spans == []

@@ -40,7 +40,7 @@ def test_what_the_daemon_kills_it_has_ended(running: Running, tmp_path: Path) ->
     running.kill("child")
     wait(running)
     end = running.reap("child")
-    assert (end.status, end.by) == (-signal.SIGKILL, By.DAEMON)
+    assert (end.status, end.initiator) == (-signal.SIGKILL, By.DAEMON)
 
 
 def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running: Running, tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running
     wait(running)
     running.kill("child")
     end = running.reap("child")
-    assert (end.status, end.by, end.is_external) == (-signal.SIGKILL, By.UNKNOWN, True)
+    assert (end.status, end.initiator, end.is_external) == (-signal.SIGKILL, By.UNKNOWN, True)

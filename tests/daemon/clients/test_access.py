@@ -194,7 +194,7 @@ def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
     there = access(TABLES, {"lan": ("ann",)})
 
     def owner(proof: Proof, far: str) -> str:
-        return there.limit_account_of(Identity(Origin("pid 7", far), is_near=True, proof=proof))
+        return there.limit_account_of(Identity(Origin("pid 7", far), is_direct=True, credential=proof))
 
     strangers = [Proof(uid) for uid in (100_000, 100_001, 65534)]
     assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}

@@ -252,13 +252,13 @@ def test_what_is_held_comes_at_the_end_of_the_turn_also_to_who_does_not_read_and
     hall.loop.run_once(0.0)
     everything = b"".join(message(b"%d" % number) for number in range(2000))
     assert [each.recv(2 * len(everything)) == everything for each in (clients[0], clients[2])] == [True, True]
-    assert slow.unread == hall.room.used_by(slow.key) > 0
+    assert slow.unread_bytes == hall.room.used_by(slow.key) > 0
     read = Stream(clients[1])
     sizes: list[int] = []
     while len(sizes) < 60:
         sizes += [len(each.frames[0]) for each in read.receive()]
         hall.loop.run_once(0.0)
-    assert (slow.unread, {*sizes}) == (0, {10_000})
+    assert (slow.unread_bytes, {*sizes}) == (0, {10_000})
     hall.until(lambda: goes in hall.gone)
     assert hall.connections.send(reads.key, [b"now"])
     assert clients[0].recv(100) == message(b"now")
@@ -333,7 +333,7 @@ def test_whoever_connects_is_known_by_the_kernels_word(hall: Hall, listener: soc
         user = f"uid {os.getuid()}"
         gids = (os.getgid(), *os.getgroups())
         origin = Origin(f"process {os.getpid()} of {user}", user)
-        assert connection.identity == Identity(origin, is_near=True, proof=Proof(os.getuid(), gids, is_operator=True))
+        assert connection.identity == Identity(origin, is_direct=True, credential=Proof(os.getuid(), gids, is_operator=True))
 
 
 def test_a_gates_word_is_no_reason_to_obey() -> None:
@@ -341,10 +341,10 @@ def test_a_gates_word_is_no_reason_to_obey() -> None:
         number = connection.fileno()
         near = proxied_identity(connection, "inside", PeerIdentity(0, 12, "uid 0", (7, 8)))
         proof = Proof(0, (7, 8))
-        assert near == Identity(Origin("process 12 of uid 0", "uid 0"), proof=proof, listener="inside")
+        assert near == Identity(Origin("process 12 of uid 0", "uid 0"), credential=proof, listener="inside")
         far = proxied_identity(connection, "outside", PeerIdentity(None, None, "host 10.0.0.1", public_key="k"))
         origin = Origin(f"connection {number} of host 10.0.0.1", "host 10.0.0.1")
-        assert far == Identity(origin, proof=Proof(key="k"), listener="outside")
+        assert far == Identity(origin, credential=Proof(key="k"), listener="outside")
 
 
 @pytest.mark.parametrize("uid", [os.getuid() + 1, 12345])
@@ -361,7 +361,7 @@ def test_another_user_may_not_operate_and_a_process_without_a_number_here_is_its
 
     identity = unix_identity(cast(socket.socket, Connected()))
     proof = Proof(uid, (3, 4, 5))
-    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_near=True, proof=proof)
+    assert identity == Identity(Origin(f"{near} of uid {uid}", f"uid {uid}"), is_direct=True, credential=proof)
 
 
 def test_who_is_one_too_many_is_told_and_hung_up(hall: Hall) -> None:
@@ -398,7 +398,7 @@ def test_the_user_that_keeps_most_descriptors_without_a_message_is_hung_up_and_n
     monkeypatch.setattr(connections, "_MOST_EXPECTANT", 2)
     memory = memfd.create(1)
     hall.stack.callback(os.close, memory)
-    modest = Identity(Origin("process 2 of uid 8", "uid 8"), is_near=True)
+    modest = Identity(Origin("process 2 of uid 8", "uid 8"), is_direct=True)
     for identity in (SOMEBODY._replace(is_near=True), SOMEBODY._replace(is_near=True), modest):
         client = hall.come(identity)
         socket.send_fds(client, [b"\1"], [memory])
@@ -526,7 +526,7 @@ def test_the_limits_of_a_user_hold_for_all_users_of_one_owner(
     owners.pop()
     unix()
     hall.until(lambda: len(hall.keys) == 4)
-    assert [each.owner for each in hall.connections] == ["other"] * 3 + ["one"]
+    assert [each.limit_account for each in hall.connections] == ["other"] * 3 + ["one"]
 
 
 def test_operators_connect_beyond_the_limit_of_a_user(hall: Hall, unix: Callable[[], socket.socket]) -> None:

@@ -36,7 +36,7 @@ class Hall:
             self.sockets += [ours, theirs]
             number = len(self.there)
             came = Connection(number.to_bytes(8, "big"), Stream(ours), Identity(Origin("near", user)), float(number))
-            came.has_spoken, came.tenant = speak, tenant
+            came.has_sent_message, came.tenant = speak, tenant
             self.there.append(came)
             # Their end is told later: who is turned away counts among those that are there.
             self._turned_away += [gone.connection for gone in self.crowd.add_connection(came, len(self.there))]

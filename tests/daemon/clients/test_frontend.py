@@ -137,7 +137,7 @@ class World:
         ours, theirs = socket.socketpair()
         near = f"process {len(self._peers)}"
         proof = Proof(uid, gids, is_operator=may_operate)
-        self.frontend.adopt(ours, Identity(Origin(near, near), is_near=is_near, proof=proof))
+        self.frontend.adopt(ours, Identity(Origin(near, near), is_direct=is_near, credential=proof))
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 
@@ -222,11 +222,11 @@ def test_a_connection_is_busy_while_a_request_of_it_is_under_way(world: World) -
     for count, name in enumerate(("answered", "refused", "wrong")):
         world.ask(client, name)
         world.until(lambda: len(world.model.waiting) == count + 1 or client.waits())  # noqa: B023
-    counts = [connection.requests]
+    counts = [connection.pending_requests]
     world.frontend.reply_result(world.model.waiting[0], Result(1, ResponseDescription("m", ())), ())
-    counts.append(connection.requests)
+    counts.append(connection.pending_requests)
     world.frontend.reply_request_error(world.model.waiting[1], InvalidArgument("as a test"))
-    counts.append(connection.requests)
+    counts.append(connection.pending_requests)
     assert counts == [2, 1, 0]
     assert not connection.is_busy
 

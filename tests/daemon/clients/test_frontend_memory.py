@@ -86,7 +86,7 @@ class World:
 
     def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
-        self.frontend.adopt(ours, Identity(Origin(f"process {len(self._clients)}", user), is_near=is_near))
+        self.frontend.adopt(ours, Identity(Origin(f"process {len(self._clients)}", user), is_direct=is_near))
         self._clients.append(Stream(theirs))
         return self._clients[-1]
 
@@ -208,7 +208,7 @@ def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world
     client.send(encode(Unregister("u", region)))
     world.ask(client, InputPlace(0, region, 0))
     assert world.refusal(client).startswith("NOT_FOUND")
-    [number] = [memory.number for memory in world.waiting[0].locations.memories]
+    [number] = [memory.number for memory in world.waiting[0].locations.regions]
     assert not world.frontend.regions.closed_regions
     world.register(client, 5_000)
     client.connection.close()

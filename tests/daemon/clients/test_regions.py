@@ -164,7 +164,7 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: Registry,
     other = deque([memfd.create(9_000)])
     with pytest.raises(RequestError, match="9000 bytes"):
         registry.register(b"a2", other)
-    [memory] = named.memories
+    [memory] = named.regions
     assert os.fstat(memory.fileno()).st_size == 9_000
     number = memory.number
     assert registry.closed_regions == []

@@ -14,13 +14,13 @@ def test_memory_is_given_back_once_after_large_messages_when_none_is_under_way(m
     room = Room(2**40, lambda _: "somebody", lambda: upkeep.on_large_message(next(clock)))
     upkeep = Upkeep(room)
     room.reserve(b"c", LARGE_BYTES - 1)
-    assert upkeep.timer.due == float("inf")
+    assert upkeep.timer.due_at == float("inf")
     room.reserve(b"c", LARGE_BYTES)
     room.release(b"c", 2 * LARGE_BYTES - 1)
     room.reserve(b"c", LARGE_BYTES)
-    assert upkeep.timer.due == 3.0 + TRIM_DELAY_S
+    assert upkeep.timer.due_at == 3.0 + TRIM_DELAY_S
     upkeep.on_timer(4.0)
-    assert (trims, upkeep.timer.due) == ([], 4.0 + TRIM_DELAY_S)
+    assert (trims, upkeep.timer.due_at) == ([], 4.0 + TRIM_DELAY_S)
     room.release(b"c", LARGE_BYTES)
     upkeep.on_timer(5.0)
-    assert (trims, upkeep.timer.due) == ([None], float("inf"))
+    assert (trims, upkeep.timer.due_at) == ([None], float("inf"))

@@ -83,7 +83,7 @@ def test_the_next_daemon_goes_on_with_what_was_counted(path: Path) -> None:
     for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
         buckets.add(0.25)
         buckets.add(1e6)
-    meter.deaths, meter.restarts, meter.canary_failures, meter.mismatches = 1, 2, 3, 4
+    meter.unexpected_exits, meter.restarts, meter.selftest_failures, meter.batch_mismatches = 1, 2, 3, 4
     first.totals.reloads, first.totals.refused_reloads, first.dropped = 5, 6, 7
     first.ledger.close()
     second = Daemon(path)
@@ -104,13 +104,13 @@ def test_it_is_written_now_and_then_and_others_have_their_turns(path: Path, monk
     daemon = Daemon(path)
     for number in range(25):
         ask(daemon.accounts, "ann", f"m{number}")
-    assert daemon.ledger.timer.due == INTERVAL_S
+    assert daemon.ledger.timer.due_at == INTERVAL_S
     daemon.ledger.timer.fire(INTERVAL_S)
     assert not path.exists()
     # And the daemon itself.
     assert daemon.turns() == 3
     assert len(read(path)) == 25
-    assert daemon.ledger.timer.due == 2 * INTERVAL_S
+    assert daemon.ledger.timer.due_at == 2 * INTERVAL_S
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
@@ -129,7 +129,7 @@ def test_what_is_written_at_the_end_is_whole_whatever_was_begun(path: Path, monk
 def test_what_was_not_opened_writes_nothing(path: Path) -> None:
     unused = Daemon(path, opened=False).ledger
     unused.close()
-    assert unused.timer.due == float("inf")
+    assert unused.timer.due_at == float("inf")
     assert not path.exists()
 
 
@@ -227,10 +227,10 @@ def test_however_much_is_in_the_file_it_is_written_again_and_can_be_told(path: P
     daemon = Daemon(path)
     for number in range(limits.MAX_MODELS):
         account = daemon.accounts.usage_of("ann", f"{number}")
-        account.requests, account.seat_seconds, account.refused = 2**62, 1e300, {"NOT_FOUND": 2**62}
+        account.requests, account.slot_seconds, account.refused = 2**62, 1e300, {"NOT_FOUND": 2**62}
     meter = daemon.meters.counters_of("m")
     meter.requests.counts, meter.requests.sum = [2 * most] * len(meter.requests.counts), 1e300
-    meter.deaths, daemon.totals.reloads = 2 * most, 2 * most
+    meter.unexpected_exits, daemon.totals.reloads = 2 * most, 2 * most
     daemon.ledger.close()
     for _ in range(2):
         daemon = Daemon(path)
@@ -255,6 +255,6 @@ def test_whatever_was_counted_comes_back(accounts: list[tuple[str, str, int, flo
         daemon = Daemon(Path(directory, "a"))
         for tenant, model, count, seconds in accounts:
             account = daemon.accounts.usage_of(tenant, model)
-            account.requests, account.seat_seconds = count, seconds
+            account.requests, account.slot_seconds = count, seconds
         daemon.ledger.close()
         assert [*Daemon(Path(directory, "a")).accounts.records()] == [*daemon.accounts.records()]

@@ -117,8 +117,8 @@ def test_a_client_that_has_a_stream_counts_what_the_daemon_has_not_read() -> Non
     near, peer = socket.socketpair()
     with theirs, peer:
         made = Client(near, "uid 0", Connection(Null(), Bounds(1, 1)), 0.0, lambda _: True)
-        made.stream = Stream(ours)
-        made.stream.send([bytes(1 << 20)])
-        assert made.count_buffered_bytes() == made.stream.unsent > 0
+        made.daemon_stream = Stream(ours)
+        made.daemon_stream.send([bytes(1 << 20)])
+        assert made.count_buffered_bytes() == made.daemon_stream.unsent > 0
         made.close()
         assert peer.recv(1) == b""

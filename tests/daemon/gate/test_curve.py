@@ -55,8 +55,8 @@ class Scene:
     def send(self, flags: int, content: bytes) -> list[list[bytes]]:
         connection = self.connection
         found = connection.receive(frame(0, self.client.message(flags, content)))
-        while connection.work is not None or connection.is_behind:
-            work = connection.work
+        while connection.pending_work is not None or connection.is_backlogged:
+            work = connection.pending_work
             found += connection.receive(b"") if work is None else connection.on_work_done(work())
         return [[bytes(each) for each in frames] for frames in found]
 
@@ -93,7 +93,7 @@ def test_frames_arrive_and_large_ones_are_decrypted_elsewhere(scene: Scene, size
 
 def test_a_ping_is_answered_encrypted(scene: Scene) -> None:
     assert scene.send(SEALED_COMMAND, b"\4PING\0\0context") == []
-    assert scene.connection.pong == b"\4PONGcontext"
+    assert scene.connection.pending_pong == b"\4PONGcontext"
     sent = zmtp.encode_pong(scene.connection.mechanism, b"\4PONGcontext")
     assert scene.client.opened(sent[2:]) == (SEALED_COMMAND, b"\4PONGcontext")
 
@@ -191,7 +191,7 @@ def test_a_message_without_encryption_ends_the_connection(scene: Scene) -> None:
 def test_a_large_frame_that_was_changed_ends_the_connection(scene: Scene) -> None:
     sealed = scene.client.message(0, bytes(CRYPTO_THREAD_BYTES))
     assert scene.connection.receive(frame(0, sealed[:-1] + b"x")) == []
-    work = scene.connection.work
+    work = scene.connection.pending_work
     assert work is not None
     assert scene.connection.on_work_done(work()) == []
     assert "was not made with the keys of this connection" in scene.connection.error

@@ -199,16 +199,16 @@ class World(RuleBasedStateMachine):
             return
         gate = self.gate
         everyone = [client for user in gate._users.values() for client in user.clients]
-        assert gate._buffered_bytes == sum(client.nbytes for client in everyone)
+        assert gate._buffered_bytes == sum(client.buffered_bytes for client in everyone)
         assert {name: user.buffered_bytes for name, user in gate._users.items()} == {
-            name: sum(client.nbytes for client in user.clients) for name, user in gate._users.items()
+            name: sum(client.buffered_bytes for client in user.clients) for name, user in gate._users.items()
         }
         assert len(gate._connection_limiter) == len(everyone)
-        assert gate._peer_count == sum(client.stream is not None for client in everyone)
+        assert gate._peer_count == sum(client.daemon_stream is not None for client in everyone)
         assert gate._close_deadlines.keys() <= {*everyone}
-        for side in [side for client in everyone for side in (client.near, client.far) if side is not None]:
+        for side in [side for client in everyone for side in (client.client_socket, client.daemon_socket) if side is not None]:
             assert side.is_open
-            assert bool(gate._loop._event_masks[side.descriptor] & select.EPOLLIN) == (not side.holds)
+            assert bool(gate._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
 
     def teardown(self) -> None:
         if not hasattr(self, "gate"):

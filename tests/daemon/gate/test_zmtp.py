@@ -37,10 +37,10 @@ def ready() -> Connection:
 def fed(to: Connection, data: bytes) -> Messages:
     """What these bytes complete, as a gate takes them in."""
     messages: Messages = []
-    while data or to.is_behind:
-        if to.is_behind:
+    while data or to.is_backlogged:
+        if to.is_backlogged:
             found = to.receive(b"")
-        elif to.missing >= LARGE_BYTES:
+        elif to.missing_bytes >= LARGE_BYTES:
             target = to.read_buffer()
             count = min(len(target), len(data))
             target[:count] = data[:count]
@@ -49,7 +49,7 @@ def fed(to: Connection, data: bytes) -> Messages:
             found, data = to.receive(data[:LARGE_BYTES]), data[LARGE_BYTES:]
         messages += [[bytes(each) for each in frames] for frames in found]
         assert len(found) <= MAX_MESSAGES_PER_PARSE
-        assert to.held <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
+        assert to.held_bytes <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
         if to.error:
             break
     return messages
@@ -77,9 +77,9 @@ def test_the_messages_are_those_that_were_sent_in_whichever_pieces_they_come(
     for part in parts(data, cuts):
         messages += fed(peer, part)
     assert (messages, peer.error, peer.is_ready) == (sent, "", True)
-    assert (peer.held, peer.missing) == (0, 0)
+    assert (peer.held_bytes, peer.missing_bytes) == (0, 0)
     assert peer.replies[1:] == [frame(COMMAND, b"\5READY" + metadata(Socket_Type=b"ROUTER", Identity=b""))]
-    assert (peer.pong == b"\4PONGcontext") is (pings and len(sent) > 1)
+    assert (peer.pending_pong == b"\4PONGcontext") is (pings and len(sent) > 1)
 
 
 @given(some.binary(max_size=300), some.lists(some.floats(0, 1), max_size=4), some.sampled_from([0, 64, 1000]))
@@ -90,7 +90,7 @@ def test_any_bytes_are_messages_or_one_error_in_whichever_pieces_they_come(
     whole, cut = connection(), connection()
     expected = fed(whole, data)
     found = [each for part in parts(data, cuts) for each in fed(cut, part)]
-    assert (found, cut.error, cut.held) == (expected, whole.error, whole.held)
+    assert (found, cut.error, cut.held_bytes) == (expected, whole.error, whole.held_bytes)
     assert not whole.error or cut.receive(b"more") == []
 
 
@@ -124,7 +124,7 @@ def test_an_error_says_what_was_expected_and_nothing_is_read_after_it(data: byte
     peer = connection()
     assert fed(peer, data) == []
     assert text in peer.error
-    assert (peer.receive(GREETING), peer.held, peer.missing) == ([], 0, 0)
+    assert (peer.receive(GREETING), peer.held_bytes, peer.missing_bytes) == ([], 0, 0)
 
 
 def test_a_peer_that_is_refused_in_the_handshake_is_told_why() -> None:
@@ -152,24 +152,24 @@ def test_a_peer_of_zmtp_3_0_is_served() -> None:
 def test_many_messages_and_commands_are_taken_in_turns() -> None:
     peer = ready()
     found = peer.receive(frame(0, b"x") * 100)
-    assert (len(found), peer.is_behind) == (MAX_MESSAGES_PER_PARSE, True)
+    assert (len(found), peer.is_backlogged) == (MAX_MESSAGES_PER_PARSE, True)
     peer = ready()
     assert peer.receive(PING * (MAX_FRAMES_PER_PARSE + 1) + frame(0, b"x")) == []
-    assert (peer.is_behind, peer.pong) == (True, b"\4PONGcontext")
+    assert (peer.is_backlogged, peer.pending_pong) == (True, b"\4PONGcontext")
     assert peer.receive(b"") == [[b"x"]]
-    assert not peer.is_behind
+    assert not peer.is_backlogged
 
 
 def test_other_commands_are_ignored() -> None:
     peer = ready()
     assert fed(peer, frame(COMMAND, b"\x09SUBSCRIBEx") + frame(COMMAND, b"") + frame(0, b"x")) == [[b"x"]]
-    assert (peer.pong, peer.error) == (None, "")
+    assert (peer.pending_pong, peer.error) == (None, "")
 
 
 def test_what_is_announced_counts_before_it_comes() -> None:
     peer = ready()
     peer.receive(frame(MORE, bytes(100)) + b"\2" + struct.pack(">Q", 3 * LARGE_BYTES))
-    assert (peer.held, peer.missing) == (100 + 3 * LARGE_BYTES, 3 * LARGE_BYTES)
+    assert (peer.held_bytes, peer.missing_bytes) == (100 + 3 * LARGE_BYTES, 3 * LARGE_BYTES)
 
 
 @given(lists)

@@ -52,14 +52,14 @@ def test_how_a_process_ends_because_of_another_one(role: Role, end: End, *, have
 @pytest.mark.parametrize(
     ("end", "is_own"),
     [
-        (End(-signal.SIGKILL, by=By.DAEMON), False),
-        (End(-signal.SIGKILL, by=By.KERNEL), True),
+        (End(-signal.SIGKILL, initiator=By.DAEMON), False),
+        (End(-signal.SIGKILL, initiator=By.KERNEL), True),
         (End(-signal.SIGKILL), True),
         # The daemon has sent it a signal, but no such one.
-        (End(-signal.SIGSEGV, by=By.DAEMON), True),
+        (End(-signal.SIGSEGV, initiator=By.DAEMON), True),
         (End(1), True),
         (End(0), True),
-        (End(None, by=By.SHIM), False),
+        (End(None, initiator=By.SHIM), False),
         (End(None), False),
     ],
 )

@@ -95,7 +95,7 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
     assert search.exits(HOLDER, end=KILLED) == [holder(HOLDER2)]
     assert search.begin(HOLDER2) == order
     search.try_(x(7), holder=HOLDER2)
-    again = search.exits(HOLDER2, end=End(-signal.SIGKILL, by=By.KERNEL))
+    again = search.exits(HOLDER2, end=End(-signal.SIGKILL, initiator=By.KERNEL))
     assert search.generation.deaths == 2
     if canary.should_search:
         assert again == [holder(HOLDER3)]

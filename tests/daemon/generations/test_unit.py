@@ -234,7 +234,7 @@ def test_the_loss_of_one_is_the_end_of_all_at_once(when: str, loss: str, name: s
     assert group.hello(R0, R1) + group.entered(R0, R1) + group.warmed(R0, R1) + group.back(R0, R1) == []
     assert group.broken(R0, "late") + group.leaves(R1) + group.hangs(R0) + group.drain() + group.after(1e6) == []
     assert not group.unit.is_ended
-    assert group.exits(*others, end=End(-signal.SIGKILL, by=By.DAEMON)) == []
+    assert group.exits(*others, end=End(-signal.SIGKILL, initiator=By.DAEMON)) == []
     assert (group.unit.is_ended, group.cause, group.unit.deaths) == (True, f"{name}: {why}", 1)
 
 
@@ -307,7 +307,7 @@ def test_what_the_daemon_gives_up_ends_at_once(given_up: bool) -> None:
 
 # --- the first cause ------------------------------------------------------------------------------------------------
 
-OUR_KILL = End(-signal.SIGKILL, by=By.DAEMON)
+OUR_KILL = End(-signal.SIGKILL, initiator=By.DAEMON)
 
 
 def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -329,7 +329,7 @@ def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: 
 def test_what_follows_from_a_loss_is_not_its_cause() -> None:
     group = Group(3).serving()
     group.exits(R0, end=End(143))
-    group.exits(R1, end=End(-signal.SIGTERM, by=By.DAEMON))
+    group.exits(R1, end=End(-signal.SIGTERM, initiator=By.DAEMON))
     group.exits(R2, end=OUR_KILL)
     group.exits(BROKER, end=End(1))
     assert (group.unit.is_ended, group.cause) == (True, f"{R0}: exited with status 143")

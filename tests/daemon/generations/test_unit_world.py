@@ -31,7 +31,7 @@ ENDS = {
     "killed": End(-signal.SIGKILL),
     "sigterm": End(143),
     "words": End(1, "Launch kernel failed"),
-    "unseen": End(None, by=By.SHIM),
+    "unseen": End(None, initiator=By.SHIM),
 }
 # What may only follow from another one's loss, of a rank and of a broker whose ranks have met.
 SYMPTOMS = {"sigterm", "words"}

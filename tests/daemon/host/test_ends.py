@@ -17,12 +17,12 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
         (End(-signal.SIGSEGV, "where"), "killed by SIGSEGV: where", True, True),
         (End(-signal.SIGFPE), "killed by SIGFPE", True, True),
         (End(-signal.SIGABRT), "killed by SIGABRT", True, True),
-        (End(-signal.SIGABRT, by=By.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
+        (End(-signal.SIGABRT, initiator=By.DAEMON), "killed by SIGABRT (weightd has ended it)", False, True),
         (End(-signal.SIGTERM), "killed by SIGTERM", False, True),
         (End(-signal.SIGKILL), f"killed by SIGKILL ({PERHAPS})", False, True),
-        (End(-signal.SIGKILL, by=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
+        (End(-signal.SIGKILL, initiator=By.KERNEL), "killed by SIGKILL (the kernel was out of memory)", False, True),
         (End(-63), "killed by signal 63", False, True),
-        (End(None, by=By.SHIM), "its keeper is lost", False, True),
+        (End(None, initiator=By.SHIM), "its keeper is lost", False, True),
         (End(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )
@@ -38,10 +38,10 @@ def test_who_has_ended_a_child_is_found_out() -> None:
     assert coroner.classify("a", -signal.SIGKILL, "") == End(-signal.SIGKILL)
     kills += 2
     assert coroner.classify("crash", -signal.SIGSEGV, "words") == End(-signal.SIGSEGV, "words")
-    ends = [coroner.classify(name, -signal.SIGKILL, "").by for name in "bcd"]
+    ends = [coroner.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
     assert ends == [By.KERNEL, By.KERNEL, By.UNKNOWN]
     coroner.record_signal("e")
-    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT, by=By.DAEMON)
+    assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT, initiator=By.DAEMON)
     assert coroner.classify("e", -signal.SIGABRT, "") == End(-signal.SIGABRT)
     coroner.record_signal("f")
     assert coroner.classify("f", 0, "") == End(0)

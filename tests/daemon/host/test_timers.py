@@ -86,7 +86,7 @@ def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, floa
             expected = [(each, now) for each in range(3) if due[each] <= now]
             assert sorted(world.called) == expected
             due = [NEVER if each <= now else each for each in due]
-        assert [each.due for each in world.each] == due
+        assert [each.due_at for each in world.each] == due
         assert not world.timers.heap or world.timers.heap[0][0] <= min(due)
 
 

@@ -245,7 +245,7 @@ class Stage:
         return self
 
     def dies(self, child: str, end: int = signal.SIGSEGV, by: By = By.UNKNOWN) -> Stage:
-        self.model.on_exit(child, End(-end, by=by), self.now)
+        self.model.on_exit(child, End(-end, initiator=by), self.now)
         return self
 
     def goes(self, generation: int) -> Stage:

@@ -23,7 +23,7 @@ EQUAL = Rows(("x",), ("y",), equal=True)
 
 
 def counted(meter: Meter) -> tuple[int, int, int, int]:
-    return meter.deaths, meter.restarts, meter.canary_failures, meter.mismatches
+    return meter.unexpected_exits, meter.restarts, meter.selftest_failures, meter.batch_mismatches
 
 
 def test_how_long_requests_take_wait_and_run() -> None:

@@ -134,18 +134,18 @@ def _dies(home: Home, running: int) -> None:
 
 
 def _breaks(home: Home, running: int) -> None:
-    home.says(P1, Broken("it cannot go on")).ends(P1, End(-signal.SIGKILL, by=By.DAEMON))
+    home.says(P1, Broken("it cannot go on")).ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
 
 
 def _fails(home: Home, running: int) -> None:
     home.says(P1, Failed(running, "INTERNAL", "predict failed", leaving=True))
-    home.ends(P1, End(-signal.SIGKILL, by=By.DAEMON))
+    home.ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
 
 
 def _hangs(home: Home, running: int) -> None:
     home.now += 100.0
     home.models["two"].tick(home.now)
-    home.ends(P1, End(-signal.SIGKILL, by=By.DAEMON))
+    home.ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
 
 
 @pytest.mark.parametrize("loss", [_dies, _breaks, _fails, _hangs])

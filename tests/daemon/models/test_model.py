@@ -158,7 +158,7 @@ def test_who_waits_for_the_room_of_another_model_is_due_once_that_has_left() -> 
     stage.pinned()
     assert stage.host.spawned == []
     device.release("other.1")
-    assert stage.model.timer.due <= stage.now
+    assert stage.model.timer.due_at <= stage.now
     stage.passes(0.0)
     assert stage.host.spawned == [HOLDER, W1, W2]
 

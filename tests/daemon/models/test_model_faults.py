@@ -48,7 +48,7 @@ def returns(stage: Stage) -> None:
 def looks(stage: Stage) -> int:
     """Ticks as long as there is something to look at; return how often."""
     ticks = 0
-    while stage.model.timer.due == 0.0:
+    while stage.model.timer.due_at == 0.0:
         stage.model.tick(stage.now)
         ticks += 1
     return ticks
@@ -381,7 +381,7 @@ def test_a_large_content_is_looked_at_in_slices_while_it_waits() -> None:
     stage.model.dispatcher.fault_isolator.quarantine.add(equals(1, MEGABYTE)[0], stage.now)
     same_mark = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     gone, poisoned, good = stage.submit(*equals(2, MEGABYTE), request(content=same_mark))
-    assert (stage.host.predicts(), stage.model.timer.due) == ([], 0.0)
+    assert (stage.host.predicts(), stage.model.timer.due_at) == ([], 0.0)
     [unlike] = stage.submit(request(content=b"2" * MEGABYTE))  # it is not even looked at
     assert [number for _, number in stage.host.predicts()] == [unlike]
     # Of what is taken back no more is looked at.
@@ -410,7 +410,7 @@ def test_a_content_that_was_answered_after_a_hang_is_beyond_suspicion(size: int)
     quarantine = stage.model.dispatcher.fault_isolator.quarantine
     quarantine.on_hang(equals(1, size)[0], stage.now)
     stage.answers(W1, *stage.submit(*equals(2, size)))
-    assert (stage.model.timer.due == 0.0) == (size == MEGABYTE)
+    assert (stage.model.timer.due_at == 0.0) == (size == MEGABYTE)
     looks(stage)
     assert not quarantine.on_hang(equals(1, size)[0], stage.now)
 

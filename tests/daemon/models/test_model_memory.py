@@ -37,7 +37,7 @@ def test_a_worker_is_told_where_and_given_the_memory() -> None:
     [(_, order)] = stage.host.told(Predict)
     assert isinstance(order, Predict)
     assert order.regions == MappedRegions((MappedInput(0, 7, 8),), (MappedOutput(0, 7, 64, 32),))
-    assert (stage.host.frames, stage.host.memories) == ([], [*asked.locations.memories])
+    assert (stage.host.frames, stage.host.memories) == ([], [*asked.locations.regions])
 
 
 ENDS: dict[str, Callable[[Stage, int], object]] = {

@@ -639,7 +639,7 @@ class ModelWorld(RuleBasedStateMachine):
 
     @invariant()
     def the_loop_will_look_when_something_is_due(self) -> None:
-        assert self.model.timer.due <= self.model.next_event_at
+        assert self.model.timer.due_at <= self.model.next_event_at
 
     @invariant()
     def nobody_waits_who_could_run(self) -> None:

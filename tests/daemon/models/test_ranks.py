@@ -130,7 +130,7 @@ class Cut:
 
     def ends(self, *names: str, end: End | None = None) -> Cut:
         for name in names:
-            self.model.on_exit(name, end or End(-signal.SIGKILL, by=By.DAEMON), self.now)
+            self.model.on_exit(name, end or End(-signal.SIGKILL, initiator=By.DAEMON), self.now)
         return self
 
     def given(self) -> list[tuple[str, int, int]]:

@@ -25,7 +25,7 @@ def test_a_line_tells_what_has_come_since_the_last_one() -> None:
     assert [*intervals.lines(["ann", "bob"], 60.0)] == []
     ask(accounts, "ann", "m", 1.0)
     ask(accounts, "ann", "n", 2.0)
-    accounts.usage_of("ann", "m").deaths += 1
+    accounts.usage_of("ann", "m").unexpected_exits += 1
     for error in (QuotaExceeded("max_rate", "too many"), QuotaExceeded("max_rate", "too many"), Cancelled("gone")):
         accounts.usage_of("ann", "m").count_refused(error, requests=1)
     accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no model"), requests=1)
@@ -74,9 +74,9 @@ class Daemon:
     def run(self, start: float, end: float) -> list[str]:
         """Return what is logged meanwhile, what is due at both ends included."""
         self._caplog.clear()
-        while (timer := min(self.accounting.timers, key=lambda each: each.due)).due <= end:
-            assert timer.due >= start
-            timer.fire(timer.due)
+        while (timer := min(self.accounting.timers, key=lambda each: each.due_at)).due_at <= end:
+            assert timer.due_at >= start
+            timer.fire(timer.due_at)
         return [record.getMessage() for record in self._caplog.records]
 
 
@@ -116,7 +116,7 @@ def test_shares_are_those_of_the_last_minute(caplog: pytest.LogCaptureFixture) -
 def test_who_is_gone_is_forgotten_and_without_tables_nothing_is_done(caplog: pytest.LogCaptureFixture) -> None:
     daemon = Daemon({}, caplog)
     daemon.accounting.configure(1.0, 0.0)
-    assert all(timer.due == float("inf") for timer in daemon.accounting.timers)
+    assert all(timer.due_at == float("inf") for timer in daemon.accounting.timers)
     daemon.directory.configure({"ann": TenantConfig(), "bob": TenantConfig()})
     daemon.accounting.configure(1.0, 0.0)
     for name in ("ann", "bob"):
@@ -130,7 +130,7 @@ def test_who_is_gone_is_forgotten_and_without_tables_nothing_is_done(caplog: pyt
     daemon.directory.configure({})
     daemon.accounting.configure(1.0, 6.0)
     assert daemon.run(6.0, 100.0) == []
-    assert all(timer.due == float("inf") for timer in daemon.accounting.timers)
+    assert all(timer.due_at == float("inf") for timer in daemon.accounting.timers)
 
 
 def test_what_was_asked_of_a_model_that_goes_is_not_told_again() -> None:

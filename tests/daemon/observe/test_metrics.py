@@ -55,7 +55,7 @@ def test_what_was_counted_and_how_things_stand() -> None:
     world = World()
     busy(world.accounts, "default", "digits")
     world.totals.reloads, world.totals.refused_reloads = 1, 2
-    world.meters.counters_of("digits").deaths = 8
+    world.meters.counters_of("digits").unexpected_exits = 8
     footings = {"digits": Footing(100, 50, 40, 10)}
     told = world.tell(Viewer(DEFAULT_TENANT, can_see_all=True), DEFAULT_TENANT, footings=footings, pss_bytes=9)
     assert (told.id, told.state, told.uptime_s, told.pss_bytes) == ("7", "running", 2.0, 9)

@@ -52,7 +52,7 @@ class Scene:
             before = self.now
             self.reports.step()
             if self.now == before:
-                due = self.reports.timer.due
+                due = self.reports.timer.due_at
                 self.now = min(until, due) if due > self.now else until
 
 

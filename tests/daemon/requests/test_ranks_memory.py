@@ -19,7 +19,7 @@ from weightd.protocol.messages.children import Failed, ChildOrder, Predict, Resu
 from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
-KILLED = End(-9, by=By.DAEMON)
+KILLED = End(-9, initiator=By.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))
 
 

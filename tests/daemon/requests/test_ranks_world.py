@@ -429,7 +429,7 @@ class World(RuleBasedStateMachine):
             while rank.name == name and rank.reports:
                 message, frames = rank.reports.popleft()
                 assert self.tell(name, message, [memoryview(each) for each in frames]) == ""
-        self.exited(name, End(-signal.SIGKILL, by=by))
+        self.exited(name, End(-signal.SIGKILL, initiator=by))
 
     def exited(self, name: str, end: End) -> None:
         group = self.dying.pop(name)

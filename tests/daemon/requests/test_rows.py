@@ -496,12 +496,12 @@ def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
     for number in [*job.items]:
         made.slots.finish(seat.name, number, 6.0)
     accounts = [each.usage for each in (small, large)]
-    assert [(each.rows, each.seat_seconds, each.waited_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
+    assert [(each.rows, each.slot_seconds, each.queue_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
     alone = scheduler(RowTerms(), whole)
     [(seat, job)] = [*alone.assign(0.0)]
     alone.slots.finish(seat.name, job.number, 5.0)
     # How many rows it has nobody knows here.
-    assert (whole.usage.rows, whole.usage.seat_seconds) == (0, 5.0)
+    assert (whole.usage.rows, whole.usage.slot_seconds) == (0, 5.0)
 
 
 def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None:
@@ -510,7 +510,7 @@ def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None
     # The second part is ready behind the first.
     for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
         made.slots.finish(seat.name, job.number, end)
-    assert (cut.usage.rows, cut.usage.seat_seconds, cut.usage.waited_seconds) == (8, 4.0, 1.0)
+    assert (cut.usage.rows, cut.usage.slot_seconds, cut.usage.queue_seconds) == (8, 4.0, 1.0)
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 TIMEOUT_S = 60.0
-CRASH, OURS = End(-signal.SIGSEGV), End(-signal.SIGKILL, by=By.DAEMON)
+CRASH, OURS = End(-signal.SIGSEGV), End(-signal.SIGKILL, initiator=By.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 1)),))
 ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
 TERMS = RowTerms(1, frozenset("x"), frozenset("y"), max_rows=4)

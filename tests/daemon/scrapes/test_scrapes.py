@@ -156,7 +156,7 @@ def test_who_is_slow_or_silent_goes_after_a_while(world: World) -> None:
     assert not is_open(silent)
     assert not is_open(slow)
     assert len(world.scrapes) == 1
-    assert world.scrapes.timer.due == world.now + TIMEOUT_S - 1.0
+    assert world.scrapes.timer.due_at == world.now + TIMEOUT_S - 1.0
     world.passes(TIMEOUT_S)
     assert not is_open(late)
 

@@ -27,7 +27,7 @@ def test_a_request_counts_where_it_comes_runs_and_ends() -> None:
     account.count_refused(QuotaExceeded("max_rate", "too many", retry_after=1.0), requests=1)
     told = account.to_record("ann", "m")
     assert (told.requests, told.served, told.rows, told.bytes_in, told.bytes_out) == (3, 1, 4, 107, 10)
-    assert (told.seat_seconds, told.waited_seconds, told.deaths) == (1.0, 0.5, 0)
+    assert (told.slot_seconds, told.queue_seconds, told.unexpected_exits) == (1.0, 0.5, 0)
     assert (told.refused, account.refused_total, account.in_flight) == ({"CANCELLED": 1, "max_rate": 1}, 2, 0)
 
 

@@ -57,19 +57,19 @@ def written(*pieces: bytes | int, is_ready: bool = True) -> bytes:
 
 def _fed(connection: Connection, piece: bytes) -> list[list[bytes]]:
     messages: list[list[bytes]] = []
-    while piece or connection.is_behind:
+    while piece or connection.is_backlogged:
         if connection.error:
             break
-        if connection.missing >= LARGE_BYTES and not connection.is_behind:
+        if connection.missing_bytes >= LARGE_BYTES and not connection.is_backlogged:
             target = connection.read_buffer()
             taken = min(len(target), len(piece))
             target[:taken] = piece[:taken]
             found, piece = connection.on_filled(taken), piece[taken:]
         else:
-            data, piece = (b"", piece) if connection.is_behind else (piece, b"")
+            data, piece = (b"", piece) if connection.is_backlogged else (piece, b"")
             found = connection.receive(data)
         messages += [[bytes(frame) for frame in each] for each in found]
-        assert connection.held <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
+        assert connection.held_bytes <= BOUNDS.max_message_bytes + 2 * LARGE_BYTES
     return messages
 
 

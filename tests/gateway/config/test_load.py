@@ -28,8 +28,8 @@ def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[
 def test_nothing_needs_to_be_said() -> None:
     config, problems = parsed({})
     assert problems == []
-    assert config.gateway.http_places == (Place(host="127.0.0.1", port=8000),)
-    assert config.gateway.grpc_places == (Place(host="127.0.0.1", port=8001),)
+    assert config.gateway.http_addresses == (Place(host="127.0.0.1", port=8000),)
+    assert config.gateway.grpc_addresses == (Place(host="127.0.0.1", port=8001),)
 
 
 def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
     problems = Problems()
     content = {"gateway": {"http": ["127.0.0.1:1"], "anonymous": "-"}, "users": {"root": "-"}}
     config = parse(content, Path("/"), problems, ["127.0.0.1:8000", "unix:/run/http.sock"])
-    assert config.gateway.http_places == (Place(host="127.0.0.1", port=8000), Place(path="/run/http.sock"))
+    assert config.gateway.http_addresses == (Place(host="127.0.0.1", port=8000), Place(path="/run/http.sock"))
     assert not problems.errors
     parse(content, Path("/"), problems, ["0.0.0.0:8000", "unix:/run/http.sock"])
     assert str(problems.errors[0]).startswith("gateway.http[0]: 0.0.0.0:8000: other hosts reach it")

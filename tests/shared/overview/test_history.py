@@ -42,7 +42,7 @@ def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
     assert row.pace.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
     assert row.pace.p50_s == pytest.approx(0.001 * 300 / 400)
     assert row.pace.p99_s == pytest.approx(0.001 + 0.009 * (594 - 400) / 200)
-    assert row.pace.moments[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
+    assert row.pace.rate_points[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
     assert overview.pace == row.pace
 
 
@@ -64,7 +64,7 @@ def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
         later = looks.metrics(3.0, looks.counted("m", (counts[0] + 7, 0, 0, 0)))
         row = only(seen(before, again, later))
         assert row.pace.rate == 7.0
-        assert [moment.rate for moment in row.pace.moments] == [None, None, 7.0]
+        assert [moment.rate for moment in row.pace.rate_points] == [None, None, 7.0]
 
 
 def test_a_model_that_came_back_begins_anew_and_the_others_go_on() -> None:
@@ -105,7 +105,7 @@ def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten()
             looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0)), looks.counted(f"m{second}"))
         )
     rows = history.overview().models
-    assert [len(row.pace.moments) for row in rows] == [SPARKLINE_POINTS, 1]
+    assert [len(row.pace.rate_points) for row in rows] == [SPARKLINE_POINTS, 1]
     assert set(vars(history)["_moments"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
 
 
@@ -120,7 +120,7 @@ def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, in
         history.on_metrics(looks.metrics(uptime, looks.counted("m", (count, 0, 0, 0))))
         for pace in (history.overview().pace, only(history.overview()).pace):
             assert pace.rate is None or pace.rate >= 0
-            assert all(rate is None or rate >= 0 for rate, _ in pace.moments)
+            assert all(rate is None or rate >= 0 for rate, _ in pace.rate_points)
 
 
 # --- what the status adds -----------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Di
     inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
     joint.learn_slices(inputs)
     everything = [frame_of(array) for array in inputs.values()]
-    for part, names, (description, cuts) in zip(parts, wanted, joint.shares):
+    for part, names, (description, cuts) in zip(parts, wanted, joint.slices):
         own = part if names is None else {name: part[name] for name in names}
         assert description == describe_response("m", own)
         assert [bytes(everything[at][begin:end]) for at, begin, end in cuts] == [

@@ -219,10 +219,10 @@ class Predictor:
     ) -> Tuple[Arrays, Sequence[Share]]:
         outputs = self._engine.predict(inputs)
         form = (*outputs, *map(_layout_of, outputs.values()))
-        if form != merged.form:
+        if form != merged.output_layout:
             outputs = self._learn_outputs(merged, inputs, outputs, form)
         # Another thread may learn others while this one runs the model again.
-        slices = merged.shares
+        slices = merged.slices
         if self._shadow_checks is not None and len(items) > 1:
             self._shadow_checks.check(merged, inputs, outputs, parties)
         return outputs, slices
@@ -301,7 +301,7 @@ class Predictor:
             outputs = self.verifier.verify(inputs, outputs)
         arrays = _to_wire_arrays(outputs)
         merged.learn_slices(arrays)
-        merged.form = form if all(arrays[name] is outputs[name] for name in outputs) else ()
+        merged.output_layout = form if all(arrays[name] is outputs[name] for name in outputs) else ()
         return arrays
 
     def _input_bytes(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:

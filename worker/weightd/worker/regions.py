@@ -87,11 +87,11 @@ class Regions:
 class _Region:
     """One region. Its descriptor is closed when nothing refers to this."""
 
-    __slots__ = ("_descriptor", "_window")
+    __slots__ = ("_descriptor", "_mapping")
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._window = _map_protected(descriptor)
+        self._mapping = _map_protected(descriptor)
 
     def read(self, offset: int, into: Any) -> None:
         """Fill an array of bytes.
@@ -99,7 +99,7 @@ class _Region:
         Raises:
             OSError: the region cannot be read.
         """
-        window = self._window
+        window = self._mapping
         done = len(into) if window is not None and window.read(offset, into) else 0
         while done < len(into):
             count = os.preadv(self._descriptor, [into[done:]], offset + done)
@@ -109,7 +109,7 @@ class _Region:
 
     def write(self, offset: int, source: Any) -> bool:
         """Write an array of bytes; return False where that cannot be."""
-        window = self._window
+        window = self._mapping
         return window is not None and window.write(offset, source)
 
     def __del__(self) -> None:

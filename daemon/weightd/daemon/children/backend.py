@@ -482,9 +482,9 @@ class Backend:
         exit_cause = self._reap(name)
         python = self._interpreters.get(name, "")
         event_handler = self._drop_child(name)
-        if python and _MISSING_MODULE.search(exit_cause.words):
+        if python and _MISSING_MODULE.search(exit_cause.detail):
             hint = f"install weightd there: {python} -m pip install weightd"
-            exit_cause = dataclasses.replace(exit_cause, words=f"{exit_cause.words}; {hint}")
+            exit_cause = dataclasses.replace(exit_cause, words=f"{exit_cause.detail}; {hint}")
         # First: whom it has not forked would be ended else for nothing.
         self._fork_coordinator.on_parent_exit(name)
         event_handler.on_exit(name, exit_cause, clock.now())

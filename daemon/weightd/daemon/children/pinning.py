@@ -128,7 +128,7 @@ class Pinning:
             results = []
         if exit_cause.status != 0 or not results:
             files.remove()
-            cause = with_limit_hint(reply["error"]) if reply.get("error") else exit_cause.words or f"the snapshot {exit_cause.description}"
+            cause = with_limit_hint(reply["error"]) if reply.get("error") else exit_cause.detail or f"the snapshot {exit_cause.description}"
             if reply.get("changed") is True:
                 cause = f"{cause}; {_REMEDY}"
             transient = reply.get("transient") is True or exit_cause.is_transient

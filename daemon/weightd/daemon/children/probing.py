@@ -81,6 +81,6 @@ class Probing:
             device.capacity = device.reported_bytes = free
             _log.info("%s: %d MiB are free", device.name, free // MIB)
         else:
-            why = result.get("error") or exit_cause.words or exit_cause.description
+            why = result.get("error") or exit_cause.detail or exit_cause.description
             _log.warning("%s: cannot be asked for its memory: %s", device.name, why)
         probe_next()

@@ -47,13 +47,13 @@ class Access:
         """
         self.remove_connection(connection)
         identity = connection.identity
-        tenant = self.tenants.tenant_of(identity.proof)
+        tenant = self.tenants.tenant_of(identity.credential)
         allowed_tenants = self.listener_tenants.get(identity.listener, ())
         connection.tenant, connection.origin = None, identity.origin._replace(far=NO_TENANT)
         if tenant is None:
-            connection.refusal = Unauthenticated(_unknown_client_text(identity))
+            connection.rejection = Unauthenticated(_unknown_client_text(identity))
         elif allowed_tenants and tenant.name not in allowed_tenants:
-            connection.refusal = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
+            connection.rejection = PermissionDenied(f"listener {identity.listener} is not for tenant {tenant.name}")
         else:
             connection.tenant, connection.origin = tenant, identity.origin
             if self.tenants.has_tenants:
@@ -69,7 +69,7 @@ class Access:
 
         All users of this host that belong to no tenant are one owner.
         """
-        has_no_tenant = identity.proof.uid is not None and self.tenants.tenant_of(identity.proof) is None
+        has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
         return NO_TENANT if has_no_tenant else identity.origin.party
 
     def remove_connection(self, connection: Connection) -> None:
@@ -92,7 +92,7 @@ class Access:
         """
         own_tenant = connection.tenant
         if own_tenant is None:
-            raise connection.refusal
+            raise connection.rejection
         if name is None:
             return own_tenant
         named_tenant = self.tenants.get(name)
@@ -110,7 +110,7 @@ class Access:
             RequestError: it may not name that.
         """
         account = self.resolve_tenant(connection, name)
-        if name is None and connection.identity.proof.is_operator:
+        if name is None and connection.identity.credential.is_operator:
             return Viewer(self.tenants.operators, can_see_all=True)
         return Viewer(account, account.has_right(STATUS))
 
@@ -132,7 +132,7 @@ class Access:
         """
         tenant, identity = connection.tenant, connection.identity
         # A gate's word is not enough: strangers speak to it.
-        if not (identity.proof.is_operator or (identity.is_near and tenant is not None and tenant.has_right(OPERATE))):
+        if not (identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))):
             raise PermissionDenied(
                 f'only a tenant that may "operate", the user that weightd runs as, and root, may {action}, and only on '
                 "the daemon's unix socket"
@@ -148,7 +148,7 @@ class Access:
         """
         self.check_operator(connection, "reload the configuration")
         tenant = connection.tenant
-        if tenant is None or connection.identity.proof.is_operator or ALL_MODELS in tenant.config.models:
+        if tenant is None or connection.identity.credential.is_operator or ALL_MODELS in tenant.config.models:
             return
         raise PermissionDenied(
             f"tenant {tenant.name} may not reload the configuration, which concerns every model: "
@@ -157,7 +157,7 @@ class Access:
 
     def file_grant(self, connection: Connection) -> Grant:
         """Return the right by which a client names files that the daemon is to read."""
-        proof, tenant = connection.identity.proof, connection.tenant
+        proof, tenant = connection.identity.credential, connection.tenant
         if proof.is_operator:
             return OPERATOR
         uid = _OVERFLOW_UID if proof.uid is None else proof.uid
@@ -200,7 +200,7 @@ def check_infer(tenant: Tenant) -> None:
 
 
 def _unknown_client_text(identity: Identity) -> str:
-    proof = identity.proof
+    proof = identity.credential
     if proof.uid == _OVERFLOW_UID:
         return f"the kernel says uid {_OVERFLOW_UID}: {_OVERFLOW_UID_HINT}"
     client = f"key {proof.key}" if proof.key else identity.origin.party

@@ -30,14 +30,14 @@ class Identity(NamedTuple):
     """
 
     origin: Origin
-    is_near: bool = False
-    proof: Proof = Proof()
+    is_direct: bool = False
+    credential: Proof = Proof()
     listener: str = ""
 
     @property
     def audit_name(self) -> str:
         """Who it is for the audit log: by its key, its user or its host."""
-        return f"key {self.proof.key}" if self.proof.key else self.origin.party
+        return f"key {self.credential.key}" if self.credential.key else self.origin.party
 
 
 def unix_identity(connection: socket.socket) -> Identity:
@@ -45,7 +45,7 @@ def unix_identity(connection: socket.socket) -> Identity:
     pid, uid, gid = peer_credentials(connection)
     # Operators may do what they may whatever tenant they are: nobody locks himself out.
     proof = Proof(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
-    return Identity(_client_origin(user_account(uid), pid, connection), is_near=True, proof=proof)
+    return Identity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=proof)
 
 
 def user_account(uid: int) -> str:
@@ -61,7 +61,7 @@ def is_operator(uid: int) -> bool:
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> Identity:
     """Return who is behind the gate of a listener, by the gate's word."""
     return Identity(
-        _client_origin(peer.user, peer.pid or 0, connection), proof=Proof(peer.uid, peer.gids, peer.public_key), listener=listener
+        _client_origin(peer.user, peer.pid or 0, connection), credential=Proof(peer.uid, peer.gids, peer.public_key), listener=listener
     )
 
 
@@ -93,41 +93,41 @@ class Connection:
     """
 
     __slots__ = (
-        "arriving",
+        "incoming_bytes",
         "backlog",
-        "drops",
-        "has_spoken",
+        "is_dropping",
+        "has_sent_message",
         "identity",
         "key",
-        "leaving",
+        "is_closing",
         "origin",
-        "owner",
-        "refusal",
-        "requests",
-        "since",
+        "limit_account",
+        "rejection",
+        "pending_requests",
+        "connected_at",
         "stream",
         "tenant",
-        "unread",
-        "waits",
+        "unread_bytes",
+        "is_queued",
     )
 
     def __init__(self, key: bytes, stream: Stream, identity: Identity, since: float, owner: str = "") -> None:
         self.key = key
         self.stream = stream
         self.identity = identity
-        self.since = since
-        self.owner = owner or identity.origin.party
+        self.connected_at = since
+        self.limit_account = owner or identity.origin.party
         self.tenant: Tenant | None = None
-        self.refusal: RequestError = Unauthenticated("nobody knows who this is")
+        self.rejection: RequestError = Unauthenticated("nobody knows who this is")
         self.origin = identity.origin
-        self.has_spoken = False
-        self.requests = 0
-        self.leaving = False
-        self.arriving = 0
-        self.waits = False
+        self.has_sent_message = False
+        self.pending_requests = 0
+        self.is_closing = False
+        self.incoming_bytes = 0
+        self.is_queued = False
         self.backlog: deque[Message] = deque()
-        self.unread = 0
-        self.drops = False
+        self.unread_bytes = 0
+        self.is_dropping = False
 
     @property
     def tenant_name(self) -> str:
@@ -137,7 +137,7 @@ class Connection:
     @property
     def is_busy(self) -> bool:
         """Whether a request of it is under way."""
-        return self.requests > 0
+        return self.pending_requests > 0
 
     @property
     def user(self) -> str:
@@ -146,7 +146,7 @@ class Connection:
 
     def shut_down(self) -> None:
         """End it: what it has been told already it can still read."""
-        self.leaving = True
+        self.is_closing = True
         with contextlib.suppress(OSError):
             self.stream.uncork()
             self.stream.connection.shutdown(socket.SHUT_RDWR)

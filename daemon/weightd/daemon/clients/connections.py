@@ -148,7 +148,7 @@ class Connections:
         """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
         identity = unix_identity(connection)
         limit_account = self._callbacks.limit_account_of(identity)
-        reason = None if identity.proof.is_operator else self._admission.refusal_reason(limit_account, clock.now())
+        reason = None if identity.credential.is_operator else self._admission.refusal_reason(limit_account, clock.now())
         if reason is None:
             self.adopt(connection, identity)
             return True
@@ -166,15 +166,15 @@ class Connections:
         key = next(self._keys).to_bytes(8, "big")
         max_frame_bytes = min(self._memory_budget.max_bytes, limits.MAX_FRAME_BYTES)
         incoming = Incoming(max_frame_bytes=max_frame_bytes, admit=functools.partial(self._admit_message, key), max_messages=_MAX_MESSAGES_PER_TURN)
-        stream = Stream(connection, incoming, accepts_descriptors=identity.is_near)
+        stream = Stream(connection, incoming, accepts_descriptors=identity.is_direct)
         client = self._by_key[key] = Connection(key, stream, identity, clock.now(), self._callbacks.limit_account_of(identity))
-        if identity.is_near and self._admission.add_connection(client.owner) > _MAX_DEFAULT_BUFFERS:
+        if identity.is_direct and self._admission.add_connection(client.limit_account) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
         excess = self._callbacks.assign_tenant(client)
         self._loop.add(stream.fileno(), functools.partial(self._on_readable, client))
         for each in self._connection_limiter.add_connection(client, len(self._by_key)):
             self.disconnect(each.connection, each.reason)
-        if excess is not None and not client.leaving:
+        if excess is not None and not client.is_closing:
             self._callbacks.on_disconnecting(client, excess)
             self.disconnect(client, str(excess))
 
@@ -182,11 +182,11 @@ class Connections:
         """Who is who may have changed."""
         for each in self:
             self._callbacks.assign_tenant(each)
-        self._connection_limiter.replace_connections(each for each in self if not each.leaving)
+        self._connection_limiter.replace_connections(each for each in self if not each.is_closing)
 
     def disconnect(self, connection: Connection, reason: str) -> None:
         """End a connection; what its client has asked ends with it, in a moment."""
-        if not connection.leaving:
+        if not connection.is_closing:
             self._discard_pending(connection)
             near = connection.origin.peer
             self.log.log(_log, logging.WARNING, connection.user, "a connection of %s is hung up: %s", near, reason)
@@ -199,15 +199,15 @@ class Connections:
     def reject_descriptors(self, connection: Connection) -> None:
         """Have those closed that a client has sent, and nobody wants."""
         while connection.stream.descriptors:
-            self.fd_closer.close(connection.owner, connection.stream.descriptors.popleft())
-        if self.fd_closer.is_backlogged(connection.owner):
+            self.fd_closer.close(connection.limit_account, connection.stream.descriptors.popleft())
+        if self.fd_closer.is_backlogged(connection.limit_account):
             self.disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
 
     def close(self) -> None:
         """Let all go; those who are reading what was said to them last get a moment for that."""
         self._uncork()
         deadline = clock.now() + _LINGER_TIMEOUT_S
-        while any(each.unread for each in self) and clock.now() < deadline:
+        while any(each.unread_bytes for each in self) and clock.now() < deadline:
             self._loop.run_once(deadline - clock.now())
         for each in self:
             self._loop.remove(each.stream.fileno())
@@ -218,8 +218,8 @@ class Connections:
     def _discard_pending(self, connection: Connection) -> None:
         """Nothing more is heard of it."""
         connection.backlog.clear()
-        if connection.waits:
-            connection.waits = False
+        if connection.is_queued:
+            connection.is_queued = False
             self._read_queue.remove(connection)
 
     def _on_disconnected(self, connection: Connection) -> None:
@@ -233,8 +233,8 @@ class Connections:
         self._callbacks.on_disconnected(connection)
 
     def _close_socket(self, connection: Connection) -> None:
-        stream, limit_account = connection.stream, connection.owner
-        if not connection.identity.is_near:
+        stream, limit_account = connection.stream, connection.limit_account
+        if not connection.identity.is_direct:
             stream.close()
             return
         while stream.descriptors:
@@ -246,8 +246,8 @@ class Connections:
     def _on_readable(self, connection: Connection) -> None:
         """Something has come, or the client has gone."""
         if self._read_queue.is_contended(connection):
-            if not connection.waits:
-                connection.waits = True
+            if not connection.is_queued:
+                connection.is_queued = True
                 self._loop.pause_reading(connection.stream.fileno())
                 self._read_queue.put(connection)
             self._loop.call_soon(self._serve_queue)
@@ -259,7 +259,7 @@ class Connections:
         """Go on with those who have sent more at once than was handled, after all others had their turn."""
         backlogged, self._backlogged = self._backlogged, {}
         for connection in backlogged:
-            if connection.key in self._by_key and not connection.leaving:
+            if connection.key in self._by_key and not connection.is_closing:
                 self._on_readable(connection)
 
     def _serve_queue(self) -> None:
@@ -269,9 +269,9 @@ class Connections:
         started_at = clock.now()
         tenant, connection = self._read_queue.take()
         is_done = self._handle_messages(connection, started_at + _TIME_SLICE_S)
-        if connection.waits:
+        if connection.is_queued:
             if is_done:
-                connection.waits = False
+                connection.is_queued = False
                 self._loop.resume_reading(connection.stream.fileno())
             else:
                 self._read_queue.put(connection)
@@ -283,9 +283,9 @@ class Connections:
         """Handle what was read, or read once, so that others have their turn; return whether that is all for now."""
         messages = connection.backlog or self._read_messages(connection)
         while messages:
-            connection.has_spoken = True
+            connection.has_sent_message = True
             self._callbacks.on_message(connection, messages.popleft())
-            if connection.leaving:
+            if connection.is_closing:
                 # That was its last.
                 messages.clear()
                 return True
@@ -301,8 +301,8 @@ class Connections:
         incoming = stream.frame_reader
         # Of a large frame so much is read at once that it cannot be looked at before.
         if (
-            connection.identity.is_near
-            and self.fd_closer.is_backlogged(connection.owner)
+            connection.identity.is_direct
+            and self.fd_closer.is_backlogged(connection.limit_account)
             and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
             self._reject_and_disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
@@ -318,9 +318,9 @@ class Connections:
             return deque()
         if stream.descriptors and not self._may_keep_descriptors(connection):
             return deque()
-        if connection.arriving and not incoming.admitted_bytes:
-            self._memory_budget.release(connection.key, connection.arriving)
-            connection.arriving = 0
+        if connection.incoming_bytes and not incoming.admitted_bytes:
+            self._memory_budget.release(connection.key, connection.incoming_bytes)
+            connection.incoming_bytes = 0
         return deque(messages)
 
     def _wait_for_message(self, connection: Connection) -> None:
@@ -331,7 +331,7 @@ class Connections:
         self._awaiting_message = {each for each in self._awaiting_message if each.stream.descriptors} | {connection}
         if len(self._awaiting_message) > _MAX_AWAITING_MESSAGE:
             users = Counter(each.user for each in self._awaiting_message)
-            largest = max(self._awaiting_message, key=lambda each: (users[each.user], each.since))
+            largest = max(self._awaiting_message, key=lambda each: (users[each.user], each.connected_at))
             self._awaiting_message.discard(largest)
             self.disconnect(largest, "its user has sent most descriptors without the messages that these go with")
 
@@ -350,15 +350,15 @@ class Connections:
     def _admit_message(self, key: bytes, nbytes: int) -> bool:
         """A message begins that does not come at once: it takes room from now on."""
         connection = self._by_key[key]
-        self._memory_budget.release(key, connection.arriving)
-        connection.arriving = 0
+        self._memory_budget.release(key, connection.incoming_bytes)
+        connection.incoming_bytes = 0
         if connection.tenant is None:
             # It is refused, whatever it says.
             return False
         if nbytes > self._memory_budget.max_bytes or (not self._memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)):
             return False
         self._memory_budget.reserve(key, nbytes)
-        connection.arriving = nbytes
+        connection.incoming_bytes = nbytes
         return True
 
     # --- to a client ----------------------------------------------------------------------------------------------
@@ -366,10 +366,10 @@ class Connections:
     def send(self, key: bytes, frames: Sequence[Any]) -> bool:
         """Send a message, or drop it; return False if that is because the client has not read earlier ones."""
         connection = self._by_key.get(key)
-        if connection is None or connection.leaving:
+        if connection is None or connection.is_closing:
             self.dropped_messages += 1
             return True
-        if connection.unread and not self._may_queue(connection, sum(map(len, frames))):
+        if connection.unread_bytes and not self._may_queue(connection, sum(map(len, frames))):
             self.dropped_messages += 1
             return False
         if self._corked is not None and connection not in self._corked:
@@ -403,17 +403,17 @@ class Connections:
                 self.dropped_messages += 1
 
     def _send_later(self, connection: Connection) -> None:
-        if not connection.unread:
+        if not connection.unread_bytes:
             self._loop.watch_writes(connection.stream.fileno(), functools.partial(self._flush, connection))
         self._update_unread_bytes(connection)
 
     def _may_queue(self, connection: Connection, nbytes: int) -> bool:
-        if connection.unread + nbytes <= MAX_UNREAD_BYTES:
+        if connection.unread_bytes + nbytes <= MAX_UNREAD_BYTES:
             return self._memory_budget.can_reserve(nbytes) or self._callbacks.free_memory(connection.key, nbytes)
-        if not connection.drops:
-            connection.drops = True
+        if not connection.is_dropping:
+            connection.is_dropping = True
             text = "%s does not read: %d MiB wait for it, further answers are dropped"
-            args = connection.origin.peer, connection.unread // 2**20
+            args = connection.origin.peer, connection.unread_bytes // 2**20
             self.log.log(_log, logging.WARNING, connection.user, text, *args)
         return False
 
@@ -429,8 +429,8 @@ class Connections:
 
     def _update_unread_bytes(self, connection: Connection) -> None:
         unread = connection.stream.unsent
-        growth = unread - connection.unread
-        connection.unread = unread
+        growth = unread - connection.unread_bytes
+        connection.unread_bytes = unread
         if growth > 0:
             self._memory_budget.reserve(connection.key, growth)
         else:

@@ -36,7 +36,7 @@ class Doorkeeper:
 
     def add_connection(self, connection: Connection, connection_count: int) -> Sequence[Excess[Connection]]:
         """Somebody has come, and so many are there, with those that leave: return who has to go."""
-        self._limiter.add(connection, connection.owner, connection.tenant_name)
+        self._limiter.add(connection, connection.limit_account, connection.tenant_name)
         limit = max_client_descriptors()
         if connection_count > limit and not self._is_full:
             self._is_full = True
@@ -48,7 +48,7 @@ class Doorkeeper:
         """Their accounts are others: all that stay, the oldest first."""
         self._limiter = Crowd()
         for each in connections:
-            self._limiter.add(each, each.owner, each.tenant_name)
+            self._limiter.add(each, each.limit_account, each.tenant_name)
 
     def remove_connection(self, connection: Connection) -> None:
         """Somebody is hung up, or has gone."""

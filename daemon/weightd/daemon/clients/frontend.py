@@ -242,7 +242,7 @@ class Frontend:
         request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
         connection = self._connections.get(request.client)
         if connection is not None:
-            connection.requests -= 1
+            connection.pending_requests -= 1
         self.memory_budget.release(request.client, request.buffered_bytes)
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
@@ -312,8 +312,8 @@ class Frontend:
         if tenant is None:
             kind = heading(frames).type
             entry = audit.Entry(kind if kind in FROM_CLIENT else "unknown", connection.identity.audit_name)
-            self._audit_refusals.write(entry, audit.REFUSED, str(connection.refusal), now)
-            self._reject_message(connection, frames, connection.refusal)
+            self._audit_refusals.write(entry, audit.REFUSED, str(connection.rejection), now)
+            self._reject_message(connection, frames, connection.rejection)
             return
         try:
             tenant.quota.count_message(tenant.config, now)
@@ -378,7 +378,7 @@ class Frontend:
         seconds = model.config.timeout if timeout is None else timeout / 1e6
         regions, locations = parameters.regions, NO_LOCATIONS
         if regions is not None:
-            if not connection.identity.is_near and (regions.inputs or regions.outputs):
+            if not connection.identity.is_direct and (regions.inputs or regions.outputs):
                 raise InvalidArgument(f"parameters.regions: {_UNIX_SOCKET_ONLY}")
             locations = self.regions.locate(client, regions, description.inputs)
         tensors = frames[_TENSOR_FRAMES]
@@ -403,7 +403,7 @@ class Frontend:
         kept_bytes = request.buffered_bytes
         self._reserve_memory(client, kept_bytes)
         tenant.quota.add_request(nbytes)
-        connection.requests += 1
+        connection.pending_requests += 1
         try:
             model.infer(request, now)
         except RequestError:
@@ -416,7 +416,7 @@ class Frontend:
             each.cancel(connection.key, message.id, now)
 
     def _on_register(self, connection: Connection, message: Register, frames: Sequence[Any], now: float) -> None:
-        if not connection.identity.is_near:
+        if not connection.identity.is_direct:
             raise InvalidArgument(_UNIX_SOCKET_ONLY)
         try:
             most = self._authorizer.resolve_tenant(connection, None).config.max_shared_bytes
@@ -559,7 +559,7 @@ class Frontend:
 
     def _on_disconnected(self, connection: Connection) -> None:
         self._authorizer.remove_connection(connection)
-        if connection.has_spoken:
+        if connection.has_sent_message:
             for model in self._model_registry.all_models():
                 model.on_disconnect(connection.key, clock.now())
         self.regions.remove_client(connection.key)
@@ -586,7 +586,7 @@ class Frontend:
                 return False
             held = self.memory_budget.used_by(largest)
             connection = self._connections.get(largest)
-            unread = 0 if connection is None else connection.unread
+            unread = 0 if connection is None else connection.unread_bytes
             if 2 * unread < held:
                 self._shed_requests(largest)
             if self.memory_budget.used_by(largest) == held:

@@ -173,7 +173,7 @@ class Gates:
             # One that is being started has the others yet; what it lets in, the daemon knows better.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
-                    is_all = post.stream.send([link.encode_allowed_peers(post.config.keys, post.config.tenants)])
+                    is_all = post.stream.send([link.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)])
                     self._flush_if_unsent(is_all, post.stream)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class Gates:
 
 
 def _launch_zygote() -> Zygote:
-    return launch(functools.partial(spawning.spawn, session=False))
+    return launch(functools.partial(spawning.spawn, start_new_session=False))
 
 
 def backoff_s(early_exits: int) -> float:
@@ -344,8 +344,8 @@ def _proxy_config(name: str, address: str, proxy_limits: Bounds, auth: Lock) -> 
         max_connections=auth.max_connections,
         max_user_connections=user_limits.max_connections,
         max_user_connection_rate=user_limits.rate,
-        secret=auth.secret,
-        keys=auth.keys,
-        tenants=auth.tenants,
-        error=link.error_prefix(bytes(error)),
+        secret_key=auth.secret,
+        allowed_keys=auth.keys,
+        tenant_members=auth.tenants,
+        error_prefix=link.error_prefix(bytes(error)),
     )

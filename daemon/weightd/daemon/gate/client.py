@@ -68,7 +68,7 @@ class Side:
         is_open: whether the socket is.
     """
 
-    __slots__ = ("client", "descriptor", "holds", "is_open", "read")
+    __slots__ = ("client", "fd", "pause_reasons", "is_open", "read_once")
 
     # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
     # on its way out.
@@ -76,23 +76,23 @@ class Side:
 
     def __init__(self, client: Client, descriptor: int, read: Callable[[Client], bool]) -> None:
         self.client = client
-        self.descriptor = descriptor
-        self.read = read
-        self.holds = 0
+        self.fd = descriptor
+        self.read_once = read
+        self.pause_reasons = 0
         self.is_open = True
 
     @property
     def is_backlogged(self) -> bool:
         """Whether something was read that was not passed on."""
         client = self.client
-        if self is client.near:
-            return client.protocol.is_behind
-        return client.stream is not None and client.stream.frame_reader.is_backlogged
+        if self is client.client_socket:
+            return client.protocol.is_backlogged
+        return client.daemon_stream is not None and client.daemon_stream.frame_reader.is_backlogged
 
     def has_peer_closed(self) -> bool:
         """Return whether the other end is closed."""
         poll = select.poll()
-        poll.register(self.descriptor, 0)
+        poll.register(self.fd, 0)
         return bool(poll.poll(0))
 
 
@@ -120,19 +120,19 @@ class Client:
     """
 
     __slots__ = (
-        "closing",
+        "fd_closer",
         "connection",
-        "far",
-        "has_spoken",
+        "daemon_socket",
+        "has_sent_message",
         "is_closed",
-        "nbytes",
-        "near",
+        "buffered_bytes",
+        "client_socket",
         "outgoing",
         "protocol",
-        "requests",
-        "sealing",
-        "since",
-        "stream",
+        "pending_requests",
+        "encrypting_bytes",
+        "connected_at",
+        "daemon_stream",
         "user",
     )
 
@@ -146,16 +146,16 @@ class Client:
         closing: Closing | None = None,
     ) -> None:
         self.connection = connection
-        self.closing = closing
+        self.fd_closer = closing
         self.user = user
         self.protocol = protocol
-        self.since = since
-        self.near = Side(self, connection.fileno(), read)
-        self.far: Side | None = None
-        self.stream: Stream | None = None
+        self.connected_at = since
+        self.client_socket = Side(self, connection.fileno(), read)
+        self.daemon_socket: Side | None = None
+        self.daemon_stream: Stream | None = None
         self.outgoing = Outgoing()
-        self.sealing = self.nbytes = self.requests = 0
-        self.has_spoken = self.is_closed = False
+        self.encrypting_bytes = self.buffered_bytes = self.pending_requests = 0
+        self.has_sent_message = self.is_closed = False
 
     def identity(self) -> PeerIdentity:
         """Return who it is, as the kernel and the handshake tell.
@@ -172,7 +172,7 @@ class Client:
     @property
     def is_busy(self) -> bool:
         """Whether the daemon has yet to answer some of what the client has sent, as far as a gate can tell."""
-        return self.requests > 0
+        return self.pending_requests > 0
 
     def receive(self) -> list[zmtp.MessageFrames]:
         """Read once; return the messages that have come whole with that.
@@ -182,11 +182,11 @@ class Client:
             OSError: it has gone, or there is no memory for what it sends.
             MemoryError: likewise.
         """
-        protocol, fd_closer = self.protocol, self.closing
-        if protocol.is_behind:
+        protocol, fd_closer = self.protocol, self.fd_closer
+        if protocol.is_backlogged:
             return protocol.receive(b"")
         try:
-            if protocol.missing >= LARGE_BYTES:
+            if protocol.missing_bytes >= LARGE_BYTES:
                 target = protocol.read_buffer()
                 count = self.connection.recv_into(target) if fd_closer is None else self._receive_into(target, fd_closer)
                 if count:
@@ -255,28 +255,28 @@ class Client:
 
     def count_buffered_bytes(self) -> int:
         """Return how many bytes are kept for it now."""
-        count = self.protocol.held + self.outgoing.nbytes + self.sealing
-        if self.stream is not None:
-            count += self.stream.unsent + self.stream.frame_reader.admitted_bytes
+        count = self.protocol.held_bytes + self.outgoing.nbytes + self.encrypting_bytes
+        if self.daemon_stream is not None:
+            count += self.daemon_stream.unsent + self.daemon_stream.frame_reader.admitted_bytes
         return count
 
     def close(self) -> None:
         """Close both sides."""
         self.is_closed = True
-        self.near.is_open = False
-        if self.closing is None:
+        self.client_socket.is_open = False
+        if self.fd_closer is None:
             self.connection.close()
         else:
-            self.closing.close_socket(self.user, self.connection)
+            self.fd_closer.close_socket(self.user, self.connection)
         self.close_stream()
 
     def close_stream(self) -> None:
         """Close the stream to the daemon, if there is one."""
-        if self.far is not None:
-            self.far.is_open = False
-        if self.stream is not None:
-            self.stream.close()
-        self.stream = self.far = None
+        if self.daemon_socket is not None:
+            self.daemon_socket.is_open = False
+        if self.daemon_stream is not None:
+            self.daemon_stream.close()
+        self.daemon_stream = self.daemon_socket = None
 
 
 def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:

@@ -117,11 +117,11 @@ class Gate:
         self._config = config
         self._limits = zmtp.Bounds(config.max_frame_bytes, config.max_memory_bytes)
         self._crypto_thread = crypto_thread
-        self._allowed_keys = _key_set(config.keys)
+        self._allowed_keys = _key_set(config.allowed_keys)
         self._new_mechanism = self._mechanism_factory()
         self._admission = Admission(Limits(config.max_user_connections, config.max_user_connection_rate))
         self._peers = _new_peers() if listener.family != socket.AF_UNIX else None
-        self._membership = _new_membership(config.tenants)
+        self._membership = _new_membership(config.tenant_members)
         self._connection_limiter: Crowd[Client] = Crowd()
         self._users: dict[str, User] = {}
         self._buffered_bytes = 0
@@ -197,7 +197,7 @@ class Gate:
         user.handshakes[client] = self._handshakes[client] = None
         self._admission.add_connection(client.user)
         self._connection_limiter.add(client, client.user, self._account_of(client))
-        self._loop.add(client.near.descriptor, functools.partial(self._on_readable, client.near))
+        self._loop.add(client.client_socket.fd, functools.partial(self._on_readable, client.client_socket))
         self._handshake_timer.set_no_later_than(now + HANDSHAKE_TIMEOUT_S)
         if len(user.handshakes) > MAX_USER_HANDSHAKES:
             self._disconnect(next(iter(user.handshakes)), f"its user has more than {MAX_USER_HANDSHAKES} handshakes under way")
@@ -234,30 +234,30 @@ class Gate:
     def _reassign_accounts(self) -> None:
         self._connection_limiter = Crowd()
         all_clients = [client for user in self._users.values() for client in user.clients]
-        for each in sorted(all_clients, key=lambda client: client.since):
+        for each in sorted(all_clients, key=lambda client: client.connected_at):
             self._connection_limiter.add(each, each.user, self._account_of(each))
         self._evict_excess()
 
     def _on_handshake_timer(self, now: float) -> None:
         while self._handshakes:
             first = next(iter(self._handshakes))
-            if first.since + HANDSHAKE_TIMEOUT_S > now:
-                self._handshake_timer.set(first.since + HANDSHAKE_TIMEOUT_S)
+            if first.connected_at + HANDSHAKE_TIMEOUT_S > now:
+                self._handshake_timer.set(first.connected_at + HANDSHAKE_TIMEOUT_S)
                 return
             self._disconnect(first, f"its handshake is not complete after {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
-        if not self._config.secret:
+        if not self._config.secret_key:
             return zmtp.Null
         from weightd.daemon.gate.curve import Curve, decode_secret_key  # noqa: PLC0415 - PyNaCl is there only if it is needed
 
-        return functools.partial(Curve, decode_secret_key(self._config.secret), lambda key: key in self._allowed_keys)
+        return functools.partial(Curve, decode_secret_key(self._config.secret_key), lambda key: key in self._allowed_keys)
 
     # --- what is ready ------------------------------------------------------------------------------------------
 
     def _on_readable(self, side: Side) -> None:
         """Something can be read, or the other end is closed."""
-        if side.holds:
+        if side.pause_reasons:
             if side.has_peer_closed():
                 self._on_peer_closed(side)
             return
@@ -267,7 +267,7 @@ class Gate:
         if not self._reads_this_turn:
             self._loop.call_soon(self._on_turn_end)
         self._reads_this_turn += 1
-        if not side.read(side.client) and side.is_open:
+        if not side.read_once(side.client) and side.is_open:
             self._queue_read(side)
 
     def _on_turn_end(self) -> None:
@@ -284,7 +284,7 @@ class Gate:
         deadline = clock.now() + _TIME_SLICE_S
         while self._read_queue:
             side = self._read_queue.take()
-            if side.holds != Side.WAITS_FOR_TURN or side.read(side.client):
+            if side.pause_reasons != Side.WAITS_FOR_TURN or side.read_once(side.client):
                 self._resume_reading(side, Side.WAITS_FOR_TURN)
             elif side.is_open:
                 self._read_queue.put(side.client.user, side)
@@ -295,20 +295,20 @@ class Gate:
 
     def _pause_reading(self, side: Side, reason: int) -> None:
         """Read nothing, for one more reason."""
-        if side.is_open and not side.holds:
-            self._loop.pause_reading(side.descriptor)
-        side.holds |= reason
+        if side.is_open and not side.pause_reasons:
+            self._loop.pause_reading(side.fd)
+        side.pause_reasons |= reason
 
     def _resume_reading(self, side: Side, reason: int) -> None:
         """Read again if there is no other reason not to."""
-        if side.holds & reason and side.is_open:
-            side.holds &= ~reason
-            if not side.holds:
-                self._loop.resume_reading(side.descriptor)
+        if side.pause_reasons & reason and side.is_open:
+            side.pause_reasons &= ~reason
+            if not side.pause_reasons:
+                self._loop.resume_reading(side.fd)
 
     def _on_peer_closed(self, side: Side) -> None:
         client = side.client
-        if side is client.near:
+        if side is client.client_socket:
             self._remove_client(client)
         elif client not in self._close_deadlines:
             # What the daemon has sent before is read if the client reads in time.
@@ -342,23 +342,23 @@ class Gate:
                 self._forget_handshake(client)
                 self._on_client_key(client)
         if messages and not client.is_closed:
-            client.requests += len(messages)
+            client.pending_requests += len(messages)
             self._forward(client, messages)
-        if protocol.pong is not None and not client.is_closed:
-            self._send_pong(client, protocol.pong)
+        if protocol.pending_pong is not None and not client.is_closed:
+            self._send_pong(client, protocol.pending_pong)
         if protocol.error and not client.is_closed:
             self._reject(client, protocol.error)
         if client.is_closed or protocol.error:
             return True
-        if protocol.work is not None:
-            self._pause_reading(client.near, Side.WAITS_FOR_CRYPTO)
-            self._run_in_crypto_thread(client, protocol.work, functools.partial(self._on_decrypted, client))
+        if protocol.pending_work is not None:
+            self._pause_reading(client.client_socket, Side.WAITS_FOR_CRYPTO)
+            self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
         self._update_buffered_bytes(client)
         # What is behind, but may not be read now, is read by `_resume`.
-        return bool(client.near.holds & ~Side.WAITS_FOR_TURN) or not protocol.is_behind
+        return bool(client.client_socket.pause_reasons & ~Side.WAITS_FOR_TURN) or not protocol.is_backlogged
 
     def _forward(self, client: Client, messages: list[zmtp.MessageFrames]) -> None:
-        stream = client.stream or self._open_daemon_stream(client)
+        stream = client.daemon_stream or self._open_daemon_stream(client)
         if stream is None:
             return
         try:
@@ -372,7 +372,7 @@ class Gate:
         except ConnectionError:
             return  # what the daemon has said before is read first
         if stream.unsent:
-            self._pause_reading(client.near, Side.WAITS_FOR_OTHER_SOCKET)
+            self._pause_reading(client.client_socket, Side.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
     def _flush_to_daemon(self, client: Client, stream: Stream) -> None:
@@ -384,14 +384,14 @@ class Gate:
         except ConnectionError:
             pass  # as above
         self._loop.unwatch_writes(stream.fileno())
-        self._resume_with_backlog(client.near, Side.WAITS_FOR_OTHER_SOCKET)
+        self._resume_with_backlog(client.client_socket, Side.WAITS_FOR_OTHER_SOCKET)
         self._update_buffered_bytes(client)
 
     def _resume_with_backlog(self, side: Side, reason: int) -> None:
         """Read again if there is no other reason not to, and first of all what is here already."""
-        if side.holds == reason and side.is_backlogged and side.is_open:
-            side.holds = 0
-            self._loop.resume_reading(side.descriptor)
+        if side.pause_reasons == reason and side.is_backlogged and side.is_open:
+            side.pause_reasons = 0
+            self._loop.resume_reading(side.fd)
             self._queue_read(side)
         else:
             self._resume_reading(side, reason)
@@ -407,7 +407,7 @@ class Gate:
         if client not in self._close_deadlines:
             self._handle_messages(client, messages)
             if not client.is_closed:
-                self._resume_with_backlog(client.near, Side.WAITS_FOR_CRYPTO)
+                self._resume_with_backlog(client.client_socket, Side.WAITS_FOR_CRYPTO)
 
     def _open_daemon_stream(self, client: Client) -> Stream | None:
         """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
@@ -421,11 +421,11 @@ class Gate:
         for each in (proxy_end, daemon_end):
             clients.set_buffer_sizes(each, connection_count)
         incoming = Incoming(max_header_bytes=MAX_FRAME_BYTES, max_messages=zmtp.MAX_MESSAGES_PER_PARSE)
-        client.stream = Stream(proxy_end, incoming)
-        client.far = Side(client, proxy_end.fileno(), self._read_daemon)
-        client.has_spoken = True
+        client.daemon_stream = Stream(proxy_end, incoming)
+        client.daemon_socket = Side(client, proxy_end.fileno(), self._read_daemon)
+        client.has_sent_message = True
         self._peer_count += 1
-        self._loop.add(proxy_end.fileno(), functools.partial(self._on_readable, client.far))
+        self._loop.add(proxy_end.fileno(), functools.partial(self._on_readable, client.daemon_socket))
         try:
             with daemon_end:
                 self._send_control(link.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
@@ -433,13 +433,13 @@ class Gate:
             # No descriptor is left for what the daemon has yet to read.
             self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
-        return client.stream
+        return client.daemon_stream
 
     # --- daemon to clients --------------------------------------------------------------------------------------
 
     def _read_daemon(self, client: Client) -> bool:
         """Read from the daemon; see `Side`."""
-        stream = client.stream
+        stream = client.daemon_stream
         if stream is None:
             return True
         try:
@@ -452,30 +452,30 @@ class Gate:
         except (MemoryError, OSError):
             self._disconnect(client, "there is no memory for its answer")
             return True
-        client.requests = max(0, client.requests - len(messages))
+        client.pending_requests = max(0, client.pending_requests - len(messages))
         mechanism = client.protocol.mechanism
         answer_bytes = mechanism.overhead_bytes and sum(sum(message.lengths) for message in messages)
-        if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.far is not None:
-            client.sealing = 2 * answer_bytes
-            self._pause_reading(client.far, Side.WAITS_FOR_CRYPTO)
+        if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.daemon_socket is not None:
+            client.encrypting_bytes = 2 * answer_bytes
+            self._pause_reading(client.daemon_socket, Side.WAITS_FOR_CRYPTO)
             frames = [message.frames for message in messages]
             self._run_in_crypto_thread(client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client))
         elif messages:
             self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
         self._update_buffered_bytes(client)
-        return bool(client.far is None or client.far.holds & ~Side.WAITS_FOR_TURN or not incoming.is_backlogged)
+        return bool(client.daemon_socket is None or client.daemon_socket.pause_reasons & ~Side.WAITS_FOR_TURN or not incoming.is_backlogged)
 
     def _on_encrypted(self, client: Client, chunks: list[Any] | None) -> None:
         """Large answers were encrypted."""
         if client.is_closed:
             return
-        client.sealing = 0
+        client.encrypting_bytes = 0
         if chunks is None:
             self._disconnect(client, "there is no memory for its answer")
             return
         self._send_to_client(client, chunks)
-        if client.far is not None and not client.is_closed:
-            self._resume_with_backlog(client.far, Side.WAITS_FOR_CRYPTO)
+        if client.daemon_socket is not None and not client.is_closed:
+            self._resume_with_backlog(client.daemon_socket, Side.WAITS_FOR_CRYPTO)
         self._shut_down_when_sent(client)
 
     def _send_to_client(self, client: Client, chunks: Sequence[Any]) -> None:
@@ -486,9 +486,9 @@ class Gate:
             self._remove_client(client)
             return
         if not is_sent:
-            if client.far is not None:
-                self._pause_reading(client.far, Side.WAITS_FOR_OTHER_SOCKET)
-            self._loop.watch_writes(client.near.descriptor, functools.partial(self._flush_to_client, client))
+            if client.daemon_socket is not None:
+                self._pause_reading(client.daemon_socket, Side.WAITS_FOR_OTHER_SOCKET)
+            self._loop.watch_writes(client.client_socket.fd, functools.partial(self._flush_to_client, client))
 
     def _flush_to_client(self, client: Client) -> None:
         """A client has read some of what it was sent."""
@@ -498,16 +498,16 @@ class Gate:
             self._remove_client(client)
             return
         if is_sent:
-            self._loop.unwatch_writes(client.near.descriptor)
-            if client.far is not None:
-                self._resume_with_backlog(client.far, Side.WAITS_FOR_OTHER_SOCKET)
+            self._loop.unwatch_writes(client.client_socket.fd)
+            if client.daemon_socket is not None:
+                self._resume_with_backlog(client.daemon_socket, Side.WAITS_FOR_OTHER_SOCKET)
         self._update_buffered_bytes(client)
         self._shut_down_when_sent(client)
 
     def _send_pong(self, client: Client, content: bytes) -> None:
         """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
-        client.protocol.pong = None
-        if not client.outgoing.nbytes and not client.sealing:
+        client.protocol.pending_pong = None
+        if not client.outgoing.nbytes and not client.encrypting_bytes:
             self._send_to_client(client, [zmtp.encode_pong(client.protocol.mechanism, content)])
 
     # --- who leaves ---------------------------------------------------------------------------------------------
@@ -516,8 +516,8 @@ class Gate:
         """End a connection whose client does not follow the protocol, and tell it why."""
         self._log_disconnect(client, reason)
         # Nothing may be encrypted while a large answer is.
-        if client.protocol.is_ready and not client.sealing:
-            frame = link.error_frame(self._config.error, f"{reason}: this connection ends")
+        if client.protocol.is_ready and not client.encrypting_bytes:
+            frame = link.error_frame(self._config.error_prefix, f"{reason}: this connection ends")
             self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
         if not client.is_closed:
             self._close_daemon_stream(client)
@@ -525,14 +525,14 @@ class Gate:
 
     def _close_gracefully(self, client: Client) -> None:
         """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
-        self._pause_reading(client.near, Side.DISCONNECTING)
+        self._pause_reading(client.client_socket, Side.DISCONNECTING)
         deadline = self._close_deadlines.setdefault(client, clock.now() + LINGER_S)
         self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
     def _shut_down_when_sent(self, client: Client) -> None:
         """Where all was sent to a client that leaves, tell it that this is the end."""
-        if client in self._close_deadlines and client.stream is None and not client.outgoing.nbytes and not client.sealing:
+        if client in self._close_deadlines and client.daemon_stream is None and not client.outgoing.nbytes and not client.encrypting_bytes:
             with contextlib.suppress(OSError):
                 client.connection.shutdown(socket.SHUT_WR)
             close_at = clock.now() + _CLOSE_DELAY_S
@@ -546,9 +546,9 @@ class Gate:
 
     def _close_daemon_stream(self, client: Client) -> None:
         """Close a client's stream: what it has asked ends in the daemon."""
-        if client.stream is not None and client.far is not None:
-            self._read_queue.remove(client.user, client.far)
-            self._loop.remove(client.far.descriptor)
+        if client.daemon_stream is not None and client.daemon_socket is not None:
+            self._read_queue.remove(client.user, client.daemon_socket)
+            self._loop.remove(client.daemon_socket.fd)
             client.close_stream()
             self._peer_count -= 1
             self._send_control(link.encode_peer_count(self._peer_count))
@@ -563,16 +563,16 @@ class Gate:
             return
         self._close_daemon_stream(client)
         self._forget_handshake(client)
-        self._read_queue.remove(client.user, client.near)
-        self._loop.remove(client.near.descriptor)
+        self._read_queue.remove(client.user, client.client_socket)
+        self._loop.remove(client.client_socket.fd)
         client.close()
         self._close_deadlines.pop(client, None)
         self._connection_limiter.remove(client)
         self._admission.remove_connection(client.user)
         user = self._users[client.user]
         user.clients.discard(client)
-        user.buffered_bytes -= client.nbytes
-        self._buffered_bytes -= client.nbytes
+        user.buffered_bytes -= client.buffered_bytes
+        self._buffered_bytes -= client.buffered_bytes
         if not user.clients:
             del self._users[client.user]
 
@@ -593,10 +593,10 @@ class Gate:
         """See how much is kept for a client; where that is too much in all, hang up who has most."""
         if client.is_closed:
             return
-        growth = client.count_buffered_bytes() - client.nbytes
+        growth = client.count_buffered_bytes() - client.buffered_bytes
         if not growth:
             return
-        client.nbytes += growth
+        client.buffered_bytes += growth
         self._users[client.user].buffered_bytes += growth
         self._buffered_bytes += growth
         if self._buffered_bytes > _TRIM_THRESHOLD_BYTES:
@@ -604,7 +604,7 @@ class Gate:
         max_bytes = self._config.max_memory_bytes
         while self._buffered_bytes > max_bytes:
             user = max(self._users.values(), key=lambda each: each.buffered_bytes)
-            largest = max(user.clients, key=lambda each: each.nbytes)
+            largest = max(user.clients, key=lambda each: each.buffered_bytes)
             self._disconnect(
                 largest,
                 f"more than {max_bytes} bytes (max_memory_bytes) are kept for clients, and {user.buffered_bytes} of them for this "
@@ -678,7 +678,7 @@ class Gate:
             self._acceptor.stop()
             for user in self._users.values():
                 for each in user.clients:
-                    self._pause_reading(each.near, Side.DISCONNECTING)
+                    self._pause_reading(each.client_socket, Side.DISCONNECTING)
             self._stops_at = clock.now() + LINGER_S
 
 

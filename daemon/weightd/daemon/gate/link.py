@@ -50,14 +50,14 @@ class Terms(NamedTuple):
     max_connections: int
     max_user_connections: int
     max_user_connection_rate: float
-    secret: str
-    keys: Sequence[str] | None
-    tenants: Sequence[Members] | None
-    error: bytes
+    secret_key: str
+    allowed_keys: Sequence[str] | None
+    tenant_members: Sequence[Members] | None
+    error_prefix: bytes
 
     def to_frames(self, number: int) -> list[bytes]:
         """Return the message by which the zygote is asked for the gate of this number."""
-        return [json.dumps([number, *self[:-1]]).encode(), self.error]
+        return [json.dumps([number, *self[:-1]]).encode(), self.error_prefix]
 
     def __repr__(self) -> str:
         """Return what may be shown: no secret."""

@@ -30,7 +30,7 @@ def run(control_socket: socket.socket, listener: socket.socket, config: Terms) -
     raise_oom_score()
     initial_bytes = mapped_bytes()
     listener.setblocking(False)
-    crypto_thread = Separate() if config.secret else None
+    crypto_thread = Separate() if config.secret_key else None
     fd_closer = None if refuse_descriptors(listener) else _new_fd_closer()
     zmq_proxy = Gate(listener, new_control_stream(control_socket), config, crypto_thread, fd_closer)
     confinement.drop_privileges()

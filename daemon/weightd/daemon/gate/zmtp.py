@@ -146,39 +146,39 @@ class Connection:
     """
 
     __slots__ = (
-        "_bounds",
-        "_buffer",
-        "_flags",
-        "_frames",
-        "_is_greeted",
-        "_nbytes",
-        "_rest",
+        "_limits",
+        "_large_frame",
+        "_large_frame_flags",
+        "_message_frames",
+        "_has_greeting",
+        "_message_bytes",
+        "_unparsed",
         "error",
-        "held",
-        "is_behind",
+        "held_bytes",
+        "is_backlogged",
         "mechanism",
-        "missing",
-        "pong",
+        "missing_bytes",
+        "pending_pong",
         "replies",
-        "work",
+        "pending_work",
     )
 
     def __init__(self, mechanism: Mechanism, limits: Bounds) -> None:
         self.mechanism = mechanism
         self.replies: list[bytes] = [_encode_greeting(mechanism)]
-        self.pong: bytes | None = None
+        self.pending_pong: bytes | None = None
         self.error = ""
-        self.is_behind = False
-        self.missing = self.held = 0
-        self.work: Callable[[], tuple[int, Any] | str] | None = None
-        self._bounds = limits
-        self._is_greeted = False
-        self._rest = b""
+        self.is_backlogged = False
+        self.missing_bytes = self.held_bytes = 0
+        self.pending_work: Callable[[], tuple[int, Any] | str] | None = None
+        self._limits = limits
+        self._has_greeting = False
+        self._unparsed = b""
         # The frames of the message under way, and how many bytes these are; then the frame under way.
-        self._frames: MessageFrames = []
-        self._nbytes = 0
-        self._flags = 0
-        self._buffer: Any = None
+        self._message_frames: MessageFrames = []
+        self._message_bytes = 0
+        self._large_frame_flags = 0
+        self._large_frame: Any = None
 
     @property
     def is_ready(self) -> bool:
@@ -187,7 +187,7 @@ class Connection:
 
     def read_buffer(self) -> memoryview:
         """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing`: see `filled`."""
-        return memoryview(self._buffer)[-self.missing :]
+        return memoryview(self._large_frame)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> list[MessageFrames]:
         """Take in bytes that were read to `target`; return the message that they complete, if they do."""
@@ -201,22 +201,22 @@ class Connection:
         messages: list[MessageFrames] = []
         if self.error:
             return messages
-        if self.missing:
-            filled_bytes = min(self.missing, len(data))
+        if self.missing_bytes:
+            filled_bytes = min(self.missing_bytes, len(data))
             self.read_buffer()[:filled_bytes] = memoryview(data)[:filled_bytes]
             self._fill_large_frame(filled_bytes, messages)
             data = data[filled_bytes:]
-        elif self._rest:
-            data = self._rest + data
+        elif self._unparsed:
+            data = self._unparsed + data
         position = 0 if self._is_waiting() else self._parse(data, messages)
-        self._rest = data[position:] if position else data
+        self._unparsed = data[position:] if position else data
         self._update_held_bytes()
         return messages
 
     def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
         """Take in what `work` has returned; return the message that this completes, if it does."""
-        self.work = None
-        self.is_behind = True
+        self.pending_work = None
+        self.is_backlogged = True
         messages: list[MessageFrames] = []
         if isinstance(result, str):
             self._fail(result)
@@ -227,18 +227,18 @@ class Connection:
 
     def _is_waiting(self) -> bool:
         """Return whether what comes next waits for the end of a large frame."""
-        return self.missing > 0 or self.work is not None
+        return self.missing_bytes > 0 or self.pending_work is not None
 
     def _update_held_bytes(self) -> None:
         if self.error:
-            self._rest = b""
-        self.held = len(self._rest) + self._nbytes + (0 if self._buffer is None else len(self._buffer))
+            self._unparsed = b""
+        self.held_bytes = len(self._unparsed) + self._message_bytes + (0 if self._large_frame is None else len(self._large_frame))
 
     def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
         """Take apart what is whole, in some bounds; return the position after that."""
-        self.is_behind = False
+        self.is_backlogged = False
         position, size = 0, len(data)
-        if not self._is_greeted:
+        if not self._has_greeting:
             if not self._check_greeting(data):
                 return 0
             position = _GREETING_BYTES
@@ -260,9 +260,9 @@ class Connection:
                 return size
             position = end
             self._on_frame(flags, data[begin:end], messages)
-            if len(messages) == MAX_MESSAGES_PER_PARSE or self.work is not None or self.error:
+            if len(messages) == MAX_MESSAGES_PER_PARSE or self.pending_work is not None or self.error:
                 break
-        self.is_behind = position < size
+        self.is_backlogged = position < size
         return position
 
     def _check_greeting(self, data: bytes) -> bool:
@@ -275,7 +275,7 @@ class Connection:
         elif len(data) >= _GREETING_BYTES:
             name = data[_MECHANISM_FIELD].rstrip(b"\0")
             if name == self.mechanism.name:
-                self._is_greeted = True
+                self._has_greeting = True
                 return True
             self._fail(
                 f"expected the mechanism {self.mechanism.name.decode()}, got {name.decode('ascii', 'replace')!r}"
@@ -284,7 +284,7 @@ class Connection:
 
     def _check_frame_header(self, flags: int, length: int) -> bool:
         """Return whether a frame may follow that was announced so."""
-        mechanism, limits = self.mechanism, self._bounds
+        mechanism, limits = self.mechanism, self._limits
         if flags & ~(MORE | LONG | COMMAND):
             self._fail(f"expected a frame of ZMTP 3, got one with the flags {flags:#x}")
         elif not mechanism.is_complete or (flags & COMMAND and not mechanism.overhead_bytes):
@@ -292,10 +292,10 @@ class Connection:
                 self._fail(f"expected a command of at most {MAX_COMMAND_BYTES} bytes, got {length}")
         elif length > limits.max_frame_bytes + mechanism.overhead_bytes:
             self._fail(f"frames: expected at most {limits.max_frame_bytes} bytes in a frame, got {length}")
-        elif self._nbytes + length > limits.max_message_bytes + mechanism.overhead_bytes:
+        elif self._message_bytes + length > limits.max_message_bytes + mechanism.overhead_bytes:
             text = f"frames: expected a message of at most {limits.max_message_bytes} bytes (max_memory_bytes)"
-            self._fail(f"{text}, got {self._nbytes + length} or more")
-        elif len(self._frames) == MAX_FRAMES:
+            self._fail(f"{text}, got {self._message_bytes + length} or more")
+        elif len(self._message_frames) == MAX_FRAMES:
             self._fail(f"frames: expected a message of at most {MAX_FRAMES} frames, got more")
         return not self.error
 
@@ -307,7 +307,7 @@ class Connection:
         elif not mechanism.overhead_bytes:
             self._add_frame(flags, content, messages)
         elif len(content) >= CRYPTO_THREAD_BYTES:
-            self.work = lambda: _try_open(mechanism, content)
+            self.pending_work = lambda: _try_open(mechanism, content)
         else:
             opened = _try_open(mechanism, content)
             if isinstance(opened, str):
@@ -317,19 +317,19 @@ class Connection:
 
     def _begin_large_frame(self, flags: int, length: int, begin: memoryview) -> None:
         """Keep what has come of a large frame."""
-        self._flags = flags
-        self._buffer = allocate(length)
-        self.missing = length - len(begin)
-        memoryview(self._buffer)[: len(begin)] = begin
+        self._large_frame_flags = flags
+        self._large_frame = allocate(length)
+        self.missing_bytes = length - len(begin)
+        memoryview(self._large_frame)[: len(begin)] = begin
 
     def _fill_large_frame(self, count: int, messages: list[MessageFrames]) -> None:
         """Take the large frame under way once it is complete."""
-        self.missing -= count
-        if self.missing:
+        self.missing_bytes -= count
+        if self.missing_bytes:
             return
-        content, self._buffer = self._buffer, None
+        content, self._large_frame = self._large_frame, None
         is_small = len(content) < LARGE_BYTES
-        self._on_frame(self._flags, bytes(content) if is_small else content, messages)
+        self._on_frame(self._large_frame_flags, bytes(content) if is_small else content, messages)
 
     def _on_handshake_frame(self, flags: int, content: bytes) -> None:
         if not flags & COMMAND:
@@ -349,19 +349,19 @@ class Connection:
         if flags & COMMAND:
             if content[:5] == _PING:
                 context = bytes(content[5 + _TTL_BYTES :][:_CONTEXT_BYTES])
-                self.pong = _PONG + context
+                self.pending_pong = _PONG + context
             # Others are of no concern to a ROUTER socket.
             return
-        self._frames.append(content)
+        self._message_frames.append(content)
         if flags & MORE:
-            self._nbytes += len(content)
+            self._message_bytes += len(content)
         else:
-            messages.append(self._frames)
-            self._frames, self._nbytes = [], 0
+            messages.append(self._message_frames)
+            self._message_frames, self._message_bytes = [], 0
 
     def _fail(self, text: str) -> None:
         self.error = text
-        self._frames, self._nbytes, self._buffer, self.missing = [], 0, None, 0
+        self._message_frames, self._message_bytes, self._large_frame, self.missing_bytes = [], 0, None, 0
 
 
 def _try_open(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:

@@ -203,7 +203,7 @@ class Generation(Life):
         previous_state = child.state
         self.processes.on_exit(child)
         if exit_cause.missing_file is not Lost.NONE and self._has_served:
-            self.attach_control.on_files_lost(exit_cause.words)
+            self.attach_control.on_files_lost(exit_cause.detail)
         if previous_state in USABLE:
             loss = Loss(
                 str(exit_cause),
@@ -214,11 +214,11 @@ class Generation(Life):
                 is_transient=exit_cause.is_transient,
             )
             self._on_death(child, loss, now)
-        elif child.loss is not None and exit_cause.words:
+        elif child.loss is not None and exit_cause.detail:
             # It was given up before it was dead: only now its log is complete.
-            self._progress_logger.log(str(Cause(child.loss.reason, name, exit_cause.words)), name)
+            self._progress_logger.log(str(Cause(child.loss.reason, name, exit_cause.detail)), name)
             if self._failure_reason.child == name:
-                self._failure_reason = dataclasses.replace(self._failure_reason, words=exit_cause.words)
+                self._failure_reason = dataclasses.replace(self._failure_reason, words=exit_cause.detail)
         self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:

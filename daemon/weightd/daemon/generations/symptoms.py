@@ -38,7 +38,7 @@ def is_peer_failure_exit(role: Role, exit_cause: End, *, has_connected: bool) ->
     """
     if role is Role.BROKER:
         return has_connected and exit_cause.status in _RANK_LOST_STATUSES
-    return exit_cause.status in _BROKER_LOST_STATUSES or is_peer_failure_text(exit_cause.words)
+    return exit_cause.status in _BROKER_LOST_STATUSES or is_peer_failure_text(exit_cause.detail)
 
 
 def is_port_taken(exit_cause: End, *, has_connected: bool) -> bool:
@@ -48,6 +48,6 @@ def is_port_taken(exit_cause: End, *, has_connected: bool) -> bool:
 
 def is_independent_exit(exit_cause: End) -> bool:
     """Return whether a process that the daemon has sent SIGKILL had ended before that came."""
-    if exit_cause.status is None or exit_cause.by is By.SHIM:
+    if exit_cause.status is None or exit_cause.initiator is By.SHIM:
         return False
-    return exit_cause.status != -signal.SIGKILL or exit_cause.by is not By.DAEMON
+    return exit_cause.status != -signal.SIGKILL or exit_cause.initiator is not By.DAEMON

@@ -356,7 +356,7 @@ class Unit(Life):
     def _on_killed_exit(self, child: Child, exit_cause: End, *, is_independent: bool) -> None:
         """One that was killed has ended; it may have done so before, and have been what the others have died of."""
         if self._failure_reason.child == child.name:
-            self._failure_reason = replace(self._failure_reason, words=exit_cause.words or self._failure_reason.log_tail)
+            self._failure_reason = replace(self._failure_reason, words=exit_cause.detail or self._failure_reason.log_tail)
         elif self._is_consequential and is_independent:
             # By another signal than the one that the daemon has sent.
             self._failure_reason = replace(self._failure_reason, why=str(replace(exit_cause, by=By.UNKNOWN)), child=child.name, words="")

@@ -95,7 +95,7 @@ class Accepting:
     def _back_off(self, error: OSError) -> None:
         """Else the loop would be told at once, and again and again, that somebody waits there."""
         now = clock.now()
-        if self._resume_timer.due == _NEVER:
+        if self._resume_timer.due_at == _NEVER:
             if self._rate_limited_log.record("", now) is not None:
                 self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")
             self._loop.pause_reading(self._listener.fileno())

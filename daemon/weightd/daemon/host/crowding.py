@@ -38,11 +38,11 @@ class Guest(Protocol):
     """
 
     @property
-    def since(self) -> float:  # noqa: D102
+    def connected_at(self) -> float:  # noqa: D102
         ...
 
     @property
-    def has_spoken(self) -> bool:  # noqa: D102
+    def has_sent_message(self) -> bool:  # noqa: D102
         ...
 
     @property
@@ -92,7 +92,7 @@ class _Queue(Generic[G]):
         """Return the oldest silent connection; else the newest without a request under way; else the newest."""
         while self.unchecked:
             oldest = next(iter(self.unchecked))
-            if not oldest.has_spoken:
+            if not oldest.has_sent_message:
                 return oldest
             del self.unchecked[oldest]
             self.active[oldest] = None
@@ -217,4 +217,4 @@ class Crowd(Generic[G]):
         """Of the accounts that have the most, return the connection whose end costs least."""
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
-        return min(found, key=lambda guest: (guest.is_busy, guest.has_spoken, -guest.since))
+        return min(found, key=lambda guest: (guest.is_busy, guest.has_sent_message, -guest.connected_at))

@@ -53,20 +53,20 @@ class End:
     """
 
     status: int | None
-    words: str = ""
-    by: By = By.UNKNOWN
+    detail: str = ""
+    initiator: By = By.UNKNOWN
     has_transient_start_failure: bool = False
     missing_file: Lost = Lost.NONE
 
     @property
     def is_transient(self) -> bool:
         """Whether the cause of the end may go away by itself, as far as that is known."""
-        return self.has_transient_start_failure or self.is_external or mentions_transient(self.words)
+        return self.has_transient_start_failure or self.is_external or mentions_transient(self.detail)
 
     @property
     def may_be_own_fault(self) -> bool:
         """Whether what it was doing may be why: it has crashed or exited. What came from outside blames nobody."""
-        if self.status is None or self.by is not By.UNKNOWN:
+        if self.status is None or self.initiator is not By.UNKNOWN:
             return False
         return self.status >= 0 or -self.status in _CRASH_SIGNALS
 
@@ -78,15 +78,15 @@ class End:
     @property
     def is_killed(self) -> bool:
         """Whether a signal has ended it, as far as is known: that may go better the next time."""
-        return self.by is By.SHIM if self.status is None else self.status < 0
+        return self.initiator is By.SHIM if self.status is None else self.status < 0
 
     @property
     def description(self) -> str:
         """Status or signal and who has sent it, in words; "" where there was no process."""
-        return self.by.value if self.status is None else describe_status(self.status, self.by)
+        return self.initiator.value if self.status is None else describe_status(self.status, self.initiator)
 
     def __str__(self) -> str:
-        return ": ".join(each for each in (self.description, self.words) if each)
+        return ": ".join(each for each in (self.description, self.detail) if each)
 
 
 class Coroner:

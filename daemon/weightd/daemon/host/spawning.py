@@ -124,7 +124,7 @@ def spawn(
     environment: Mapping[str, str],
     descriptors: Sequence[int],
     *,
-    session: bool = True,
+    start_new_session: bool = True,
 ) -> int:
     """Start a process with SIGINT blocked, see `parent.without_interrupts`; return its pid.
 
@@ -138,7 +138,7 @@ def spawn(
         OSError: it cannot be started.
     """
     start_thread()
-    return _spawners[0].spawn(_Order(argv, environment, len(descriptors), session), descriptors)
+    return _spawners[0].spawn(_Order(argv, environment, len(descriptors), start_new_session), descriptors)
 
 
 def _spawn(link: socket.socket, order: _Order) -> int:

@@ -29,10 +29,10 @@ class Timer:
         due: when, in monotonic seconds; infinite while it is not set.
     """
 
-    __slots__ = ("_entries", "_handler", "_heap", "_serial", "due")
+    __slots__ = ("_entries", "_handler", "_heap", "_serial", "due_at")
 
     def __init__(self, handler: Handler) -> None:
-        self.due = _NEVER
+        self.due_at = _NEVER
         self._handler = handler
         self._heap: Heap = []
         # Its times in the heap, the soonest last.
@@ -41,34 +41,34 @@ class Timer:
 
     def set(self, due: float) -> None:
         """Be due then, and at no other time."""
-        self.due = due
+        self.due_at = due
         if due < self._entries[-1]:
             self._entries.append(due)
             heapq.heappush(self._heap, (due, self._serial, self))
 
     def set_no_later_than(self, latest: float) -> None:
         """Be due then at the latest."""
-        if latest < self.due:
+        if latest < self.due_at:
             self.set(latest)
 
     def attach(self, heap: Heap) -> None:
         """Belong to this heap from now on."""
         self._heap = heap
         self._entries = [_NEVER]
-        self.set(self.due)
+        self.set(self.due_at)
 
     def on_entry_popped(self, now: float) -> bool:
         """Its soonest time has left the heap: return whether it is due."""
         self._entries.pop()
-        if self.due <= now:
+        if self.due_at <= now:
             return True
-        self.set(self.due)
+        self.set(self.due_at)
         return False
 
     def fire(self, now: float) -> None:
         """Call the handler, unless it was put off meanwhile."""
-        if self.due <= now:
-            self.due = _NEVER
+        if self.due_at <= now:
+            self.due_at = _NEVER
             self._handler(now)
 
 

@@ -20,11 +20,11 @@ class Meter:
     """
 
     __slots__ = (
-        "_missing",
-        "canary_failures",
+        "_unreplaced",
+        "selftest_failures",
         "compute",
-        "deaths",
-        "mismatches",
+        "unexpected_exits",
+        "batch_mismatches",
         "queue",
         "requests",
         "restarts",
@@ -36,21 +36,21 @@ class Meter:
         self.queue = Buckets(SECONDS_BOUNDS)
         self.compute = Buckets(SECONDS_BOUNDS)
         self.rows = Buckets(ROWS_BOUNDS)
-        self.deaths = 0
+        self.unexpected_exits = 0
         self.restarts = 0
-        self.canary_failures = 0
-        self.mismatches = 0
+        self.selftest_failures = 0
+        self.batch_mismatches = 0
         # Processes that were lost, in whose place none has been started yet.
-        self._missing = 0
+        self._unreplaced = 0
 
     def on_lost(self, count: int) -> None:
         """So many are of no use any more, without having been asked to leave for another model."""
-        self._missing += count
+        self._unreplaced += count
 
     def on_started(self) -> None:
         """One is started."""
-        if self._missing:
-            self._missing -= 1
+        if self._unreplaced:
+            self._unreplaced -= 1
             self.restarts += 1
 
 
@@ -61,32 +61,32 @@ class Mishaps:
         meters: of the models.
     """
 
-    __slots__ = ("_meters",)
+    __slots__ = ("_counters",)
 
     def __init__(self, *counters: Meter) -> None:
-        self._meters = counters
+        self._counters = counters
 
     def on_death(self) -> None:
         """One has ended, or had to be ended, without being asked to."""
-        for each in self._meters:
-            each.deaths += 1
+        for each in self._counters:
+            each.unexpected_exits += 1
 
     def on_lost(self, count: int = 1) -> None:
         """So many are of no use any more, be it that they said so: others may be started in their place."""
-        for each in self._meters:
+        for each in self._counters:
             each.on_lost(count)
 
     def on_started(self) -> None:
         """One is started."""
-        for each in self._meters:
+        for each in self._counters:
             each.on_started()
 
     def on_selftest_failed(self) -> None:
         """A worker's answer to the canary is not the holder's."""
-        for each in self._meters:
-            each.canary_failures += 1
+        for each in self._counters:
+            each.selftest_failures += 1
 
     def on_batch_mismatch(self) -> None:
         """Rows together were found not to be what each is alone."""
-        for each in self._meters:
-            each.mismatches += 1
+        for each in self._counters:
+            each.batch_mismatches += 1

@@ -59,10 +59,10 @@ class Meters:
                 counters.queue.to_record(),
                 counters.compute.to_record(),
                 counters.rows.to_record(),
-                min(counters.deaths, MAX_COUNT),
+                min(counters.unexpected_exits, MAX_COUNT),
                 min(counters.restarts, MAX_COUNT),
-                min(counters.canary_failures, MAX_COUNT),
-                min(counters.mismatches, MAX_COUNT),
+                min(counters.selftest_failures, MAX_COUNT),
+                min(counters.batch_mismatches, MAX_COUNT),
             )
 
     def restore(self, records: Iterable[MeterFigures]) -> None:
@@ -73,7 +73,7 @@ class Meters:
             counters.queue.restore(each.queue)
             counters.compute.restore(each.compute)
             counters.rows.restore(each.rows)
-            counters.deaths += each.deaths
+            counters.unexpected_exits += each.deaths
             counters.restarts += each.restarts
-            counters.canary_failures += each.canary_failures
-            counters.mismatches += each.mismatches
+            counters.selftest_failures += each.canary_failures
+            counters.batch_mismatches += each.mismatches

@@ -98,13 +98,13 @@ class Intervals:
         """Yield a line for each tenant that has asked anything, or been given seconds; since so many of them."""
         previous, self._last_totals = self._last_totals, {name: self._totals_of(name) for name in tenants}
         differences = {name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()}
-        all_seconds = sum(each.total.seat_seconds for each in differences.values())
+        all_seconds = sum(each.total.slot_seconds for each in differences.values())
         for name, each in differences.items():
             if not each.total.is_empty:
                 yield f"tenant {label(name)}: {_usage_text(each.total, seconds, all_seconds)}{_models_text(each.seconds_by_model)}"
 
     def _totals_of(self, name: str) -> Counted:
-        models = {model: each.seat_seconds for model, each in self._usage_table.items(name)}
+        models = {model: each.slot_seconds for model, each in self._usage_table.items(name)}
         return Counted(self._usage_table.total(name), models)
 
 
@@ -131,19 +131,19 @@ def _usage_difference(now: Account, before: Account) -> Account:
 def _usage_text(usage: Account, seconds: float, total_seconds: float) -> str:
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(usage.refused.items()))
     refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
-    share = f" ({usage.seat_seconds / total_seconds:.0%} of all)" if total_seconds else ""
+    share = f" ({usage.slot_seconds / total_seconds:.0%} of all)" if total_seconds else ""
     parts = [
         f"{usage.requests} requests in {seconds:.0f} s",
         f"{usage.served} served",
         refused,
         f"{usage.rows} rows",
-        f"{usage.seat_seconds:.3f} s of workers{share}",
-        f"{usage.waited_seconds:.3f} s waited",
+        f"{usage.slot_seconds:.3f} s of workers{share}",
+        f"{usage.queue_seconds:.3f} s waited",
         f"{usage.bytes_in} bytes in",
         f"{usage.bytes_out} bytes out",
     ]
-    if usage.deaths:
-        parts.append(f"{usage.deaths} workers lost")
+    if usage.unexpected_exits:
+        parts.append(f"{usage.unexpected_exits} workers lost")
     return ", ".join(parts)
 
 

@@ -526,8 +526,8 @@ class Desk:
             return
         if locations.outputs and not self.output_leases.acquire(slot.processes, item):
             locations = locations.without_outputs()
-        predict = Predict(item.number, description, locations.mapped, 0, slot.model_index)
-        self._send_to_slot(slot, predict, frames, locations.memories)
+        predict = Predict(item.number, description, locations.mapped_regions, 0, slot.model_index)
+        self._send_to_slot(slot, predict, frames, locations.regions)
 
     def _predict_in_step(
         self,
@@ -546,7 +546,7 @@ class Desk:
             locations = read_only
         for process in slot.processes:
             own_locations = locations if process == reply_process else read_only
-            self._send_order(process, Predict(item.number, description, own_locations.mapped, step), frames, own_locations.memories)
+            self._send_order(process, Predict(item.number, description, own_locations.mapped_regions, step), frames, own_locations.regions)
 
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
         """A process has told of a part that all of its seat were given, and this comes of it; None: nothing yet."""

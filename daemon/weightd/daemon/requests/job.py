@@ -119,4 +119,4 @@ def record_death(batches: Sequence[Job]) -> None:
     if len(usages) == 1:
         # Of several nobody can tell whose fault it was.
         [usage] = usages.values()
-        usage.deaths += 1
+        usage.unexpected_exits += 1

@@ -63,11 +63,11 @@ class Durations:
 
 
 class _User:
-    __slots__ = ("asked_at", "long_ended_at", "long_s", "mean")
+    __slots__ = ("last_request_at", "long_ended_at", "long_s", "mean_s")
 
     def __init__(self) -> None:
-        self.asked_at = -float("inf")
-        self.mean = 0.0
+        self.last_request_at = -float("inf")
+        self.mean_s = 0.0
         self.long_s = 0.0
         self.long_ended_at = -float("inf")
 
@@ -80,12 +80,12 @@ class Users:
 
     def on_request(self, tenant: Tenant, now: float) -> None:
         """Record that a tenant has sent a request."""
-        self._user_of(tenant).asked_at = now
+        self._user_of(tenant).last_request_at = now
 
     def add_time(self, tenant: Tenant, seconds: float) -> None:
         """Record the time of a job with one request of a tenant."""
         user = self._user_of(tenant)
-        user.mean += (_WEIGHT if user.mean else 1.0) * (seconds - user.mean)
+        user.mean_s += (_WEIGHT if user.mean_s else 1.0) * (seconds - user.mean_s)
 
     def long_threshold_s(self, tenant: Tenant, min_s: float, now: float) -> float:
         """Return the time in seconds beyond which a job of a tenant is long; infinity while no other tenant is active.
@@ -95,7 +95,7 @@ class Users:
             least: no job that takes less is long.
             now: monotonic seconds.
         """
-        means = [self._users[each].mean for each in self._other_active_tenants(tenant, now)]
+        means = [self._users[each].mean_s for each in self._other_active_tenants(tenant, now)]
         return max(min_s, _LONG_FACTOR * min(means)) if means else float("inf")
 
     def add_long_time(self, tenant: Tenant, seconds: float, now: float) -> None:
@@ -113,7 +113,7 @@ class Users:
 
     def active_until(self, tenant: Tenant, now: float) -> float:
         """Return until when another tenant than this one is active, if none sends another request."""
-        return max((self._users[each].asked_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)), default=now)
+        return max((self._users[each].last_request_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)), default=now)
 
     def _user_of(self, tenant: Tenant) -> _User:
         user = self._users.get(tenant)
@@ -122,4 +122,4 @@ class Users:
         return user
 
     def _other_active_tenants(self, tenant: Tenant, now: float) -> list[Tenant]:
-        return [each for each, user in self._users.items() if each is not tenant and now < user.asked_at + ACTIVE_S]
+        return [each for each, user in self._users.items() if each is not tenant and now < user.last_request_at + ACTIVE_S]

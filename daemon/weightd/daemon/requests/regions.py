@@ -22,20 +22,20 @@ class Memory:
             kernel needs to free all of the memory.
     """
 
-    __slots__ = ("_descriptor", "_gone", "nbytes", "number")
+    __slots__ = ("_descriptor", "_on_unreferenced", "nbytes", "number")
 
     def __init__(self, number: int, descriptor: int, nbytes: int, on_unreferenced: Callable[[int], object]) -> None:
         self.number = number
         self.nbytes = nbytes
         self._descriptor = descriptor
-        self._gone = on_unreferenced
+        self._on_unreferenced = on_unreferenced
 
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._descriptor
 
     def __del__(self) -> None:
-        self._gone(self._descriptor)
+        self._on_unreferenced(self._descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,15 @@ class Places:
         mapped: what a worker is told of them, which knows the regions by their numbers; None where there are none.
     """
 
-    __slots__ = ("inputs", "mapped", "memories", "outputs")
+    __slots__ = ("inputs", "mapped_regions", "regions", "outputs")
 
     def __init__(self, inputs: Mapping[int, Place], outputs: Mapping[int, Place]) -> None:
         self.inputs = inputs
         self.outputs = outputs
-        self.memories: Sequence[Memory] = tuple(
+        self.regions: Sequence[Memory] = tuple(
             {each.region.number: each.region for each in (*inputs.values(), *outputs.values())}.values()
         )
-        self.mapped = _mapped_regions(inputs, outputs) if self.memories else None
+        self.mapped_regions = _mapped_regions(inputs, outputs) if self.regions else None
 
     @property
     def has_overlap(self) -> bool:

@@ -48,14 +48,14 @@ class _Peer:
     def __init__(self, connection: socket.socket, user: str, since: float) -> None:
         self.connection = connection
         self.user = user
-        self.since = since
+        self.connected_at = since
         self.deadline = since + TIMEOUT_S
         self.head = Head()
         self.is_request_complete = False
         self.unsent: list[memoryview] = []
 
     @property
-    def has_spoken(self) -> bool:
+    def has_sent_message(self) -> bool:
         """Whether its request is whole."""
         return self.is_request_complete
 

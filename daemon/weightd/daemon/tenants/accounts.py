@@ -68,11 +68,11 @@ class Figures:
     requests: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
     rows: int = field(metadata=_COUNT)
-    seat_seconds: float = field(metadata=_SECONDS)
-    waited_seconds: float = field(metadata=_SECONDS)
+    slot_seconds: float = field(metadata=_SECONDS)
+    queue_seconds: float = field(metadata=_SECONDS)
     bytes_in: int = field(metadata=_COUNT)
     bytes_out: int = field(metadata=_COUNT)
-    deaths: int = field(metadata=_COUNT)
+    unexpected_exits: int = field(metadata=_COUNT)
     refused: dict[str, int] = field(metadata=mapping(_COUNT, len(REASONS)))
 
     @property
@@ -100,25 +100,25 @@ class Account:
     __slots__ = (
         "bytes_in",
         "bytes_out",
-        "deaths",
+        "unexpected_exits",
         "in_flight",
         "refused",
         "requests",
         "rows",
-        "seat_seconds",
+        "slot_seconds",
         "served",
-        "waited_seconds",
+        "queue_seconds",
     )
 
     def __init__(self) -> None:
         self.requests = 0
         self.served = 0
         self.rows = 0
-        self.seat_seconds = 0.0
-        self.waited_seconds = 0.0
+        self.slot_seconds = 0.0
+        self.queue_seconds = 0.0
         self.bytes_in = 0
         self.bytes_out = 0
-        self.deaths = 0
+        self.unexpected_exits = 0
         self.in_flight = 0
         self.refused: dict[str, int] = {}
 
@@ -130,11 +130,11 @@ class Account:
 
     def add_queue_time(self, seconds: float) -> None:
         """A seat was given it, or the first of it, so long after it had come."""
-        self.waited_seconds += seconds
+        self.queue_seconds += seconds
 
     def add_run(self, seconds: float, rows: int) -> None:
         """A seat has run it, or a part of it."""
-        self.seat_seconds += seconds
+        self.slot_seconds += seconds
         self.rows += rows
 
     def count_served(self, nbytes: int) -> None:
@@ -162,18 +162,18 @@ class Account:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not (self.requests or self.refused or self.deaths or self.seat_seconds)
+        return not (self.requests or self.refused or self.unexpected_exits or self.slot_seconds)
 
     def add(self, other: Account | Figures) -> None:
         """Count what another one has counted, but for what is in flight there, and reasons that there are not."""
         self.requests = min(self.requests + other.requests, _MAX_COUNT)
         self.served = min(self.served + other.served, _MAX_COUNT)
         self.rows = min(self.rows + other.rows, _MAX_COUNT)
-        self.seat_seconds += other.seat_seconds
-        self.waited_seconds += other.waited_seconds
+        self.slot_seconds += other.slot_seconds
+        self.queue_seconds += other.queue_seconds
         self.bytes_in = min(self.bytes_in + other.bytes_in, _MAX_COUNT)
         self.bytes_out = min(self.bytes_out + other.bytes_out, _MAX_COUNT)
-        self.deaths = min(self.deaths + other.deaths, _MAX_COUNT)
+        self.unexpected_exits = min(self.unexpected_exits + other.unexpected_exits, _MAX_COUNT)
         for reason, count in other.refused.items():
             if reason in _KNOWN_REASONS:
                 self.refused[reason] = min(self.refused.get(reason, 0) + count, _MAX_COUNT)
@@ -186,11 +186,11 @@ class Account:
             self.requests,
             self.served,
             self.rows,
-            min(self.seat_seconds, _MAX_SECONDS),
-            min(self.waited_seconds, _MAX_SECONDS),
+            min(self.slot_seconds, _MAX_SECONDS),
+            min(self.queue_seconds, _MAX_SECONDS),
             self.bytes_in,
             self.bytes_out,
-            self.deaths,
+            self.unexpected_exits,
             dict(self.refused),
         )
 
@@ -228,7 +228,7 @@ class Accounts:
 
     def slot_seconds(self, tenant: str) -> float:
         """Return those that all requests of a tenant have taken."""
-        return sum(usage.seat_seconds for usage in self._tenants.get(tenant, {}).values())
+        return sum(usage.slot_seconds for usage in self._tenants.get(tenant, {}).values())
 
     def sample(self) -> None:
         """Some seconds have passed, about as many as since the last call: shares are those since the first of some."""

@@ -21,18 +21,18 @@ class Tenant:
         quota: what it has of what that bounds.
     """
 
-    __slots__ = ("_seen", "config", "name", "quota")
+    __slots__ = ("_visible_models", "config", "name", "quota")
 
     def __init__(self, name: str, config: TenantConfig) -> None:
         self.name = name
-        self._seen: dict[str, bool] = {}
+        self._visible_models: dict[str, bool] = {}
         self.config = config
         self.quota = Quota()
 
     def set_config(self, config: TenantConfig) -> None:
         """Another configuration is in force."""
         self.config = config
-        self._seen.clear()
+        self._visible_models.clear()
 
     def has_right(self, right: str) -> bool:
         """Return whether it has a right, one of `RIGHTS`."""
@@ -40,9 +40,9 @@ class Tenant:
 
     def can_see(self, model: str) -> bool:
         """Return whether there is this model for it; asked of models that there are."""
-        is_visible = self._seen.get(model)
+        is_visible = self._visible_models.get(model)
         if is_visible is None:
-            is_visible = self._seen[model] = matches(model, self.config.models)
+            is_visible = self._visible_models[model] = matches(model, self.config.models)
         return is_visible
 
     def can_act_for(self, name: str) -> bool:

@@ -107,10 +107,10 @@ class GatewayConfig:
     page: bool = field(default=True, metadata=boolean())
     """Whether there is a page at / that shows what goes on."""
 
-    http_places: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
+    http_addresses: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `http` says."""
 
-    grpc_places: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
+    grpc_addresses: tuple[Place, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
     """What `grpc` says."""
 
 

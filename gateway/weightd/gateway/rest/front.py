@@ -80,7 +80,7 @@ class Rest:
         urls: list[str] = []
         for listener in self._bind_listeners():
             tls = None if listener.family == socket.AF_UNIX else context
-            admit = partial(self._on_connection, manager=manager, turns=fair_runner, tls=tls)
+            admit = partial(self._on_connection, manager=manager, fair_runner=fair_runner, tls=tls)
             self._acceptors.append(Accepting(listener, self._admission, self._peers, admit, None if tls else _refusal_response))
             urls.append(f"{'https' if tls else 'http'} {places.address_of(listener)}")
         return urls
@@ -101,9 +101,9 @@ class Rest:
             path.unlink(missing_ok=True)
 
     def _on_connection(
-        self, connection: socket.socket, peer: Peer, *, manager: web.Server, turns: Turns, tls: ssl.SSLContext | None
+        self, connection: socket.socket, peer: Peer, *, manager: web.Server, fair_runner: Turns, tls: ssl.SSLContext | None
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, turns, tls))
+        task = asyncio.get_running_loop().create_task(self._connect(connection, peer, manager, fair_runner, tls))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
@@ -145,7 +145,7 @@ class Rest:
     def _bind_listeners(self) -> list[socket.socket]:
         if self._gateway.sockets:
             return [*self._gateway.sockets]
-        listen_addresses = self._gateway.config.http_places
+        listen_addresses = self._gateway.config.http_addresses
         self._paths += [Path(place.path) for place in listen_addresses if place.path]
         return [listening.bind(place, "http") for place in listen_addresses]
 
@@ -159,7 +159,7 @@ def _refusal_response(reason: str) -> bytes:
 
 def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
     """Return what requests may be for: what is configured, and the addresses themselves."""
-    own_hosts = {str(place).rpartition(":")[0] for place in config.http_places if place.host}
+    own_hosts = {str(place).rpartition(":")[0] for place in config.http_addresses if place.host}
     return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
 
 

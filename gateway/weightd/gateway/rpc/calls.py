@@ -84,9 +84,9 @@ class Call(NamedTuple):
     """
 
     caller: Caller
-    seat: Seat
+    permit: Seat
     traceparent: str = ""
-    left: float | None = None
+    time_left_s: float | None = None
     is_local: bool = False
 
 
@@ -159,7 +159,7 @@ class Calls:
                         _hold_until_done(context, self._unsent_probe_limit, self.anonymous_caller(context))
                     else:
                         _hold_until_done(context, self._unsent_limit, call.caller)
-                    message = await self._receive(context, call.seat, max_bytes, is_unauthenticated=is_unauthenticated)
+                    message = await self._receive(context, call.permit, max_bytes, is_unauthenticated=is_unauthenticated)
                     answer = await method(call, parse_message(message, parse))
                 if len(answer) >= MIN_RESERVED_BYTES:
                     _release_when_done(context, self.admission.reserve_response(None if is_unauthenticated else call.caller, len(answer)))

@@ -155,13 +155,13 @@ async def parse_infer_request(message: bytes, call: Call, shm_resolver: Memory) 
         form = _parse_template(header)
     else:
         # The copy on its way.
-        call.seat.reserve(len(header))
+        call.permit.reserve(len(header))
         form = await shm_resolver.parsers.run(call.caller, len(header), _parse_template, PickleBuffer(header))
     request = Question(
         form.model,
         _make_inputs(form, contents or [memoryview(each) for each in form.contents], call, shm_resolver),
         form.outputs,
-        parameters.earlier_timeout(form.timeout, call.left),
+        parameters.earlier_timeout(form.timeout, call.time_left_s),
         form.priority,
         call.traceparent,
         _parse_id(request_id) if request_id else form.id,
@@ -269,7 +269,7 @@ def _make_inputs(template: Form, contents: Sequence[memoryview], call: Call, shm
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
             # A byte of the message may be a value of eight.
-            call.seat.reserve(each.values.nbytes)
+            call.permit.reserve(each.values.nbytes)
             inputs[each.name] = each.values
         elif used_contents < len(contents):
             inputs[each.name] = arrays.from_bytes(each.name, each.datatype, each.shape, contents[used_contents])
@@ -292,7 +292,7 @@ def _read_shared(input_tensor: Input, shm_slice: Place, call: Call, shm_resolver
         raise InvalidArgument(
             f"{label(name)}: shared_memory_byte_size: expected {expected} for {datatype} {[*shape]}, got {shm_slice.nbytes}"
         )
-    call.seat.reserve(expected)
+    call.permit.reserve(expected)
     content = memoryview(shm_resolver.allocate(call.caller, expected) if expected else b"")
     shm_slice.region.read(shm_slice.offset, content)
     return arrays.from_bytes(name, datatype, shape, content)

@@ -31,13 +31,13 @@ Span = Tuple[str, Style]
 class Line(NamedTuple):
     """Pieces, one beside the other; `selected` is the line on which the cursor is."""
 
-    pieces: Sequence[Span]
+    spans: Sequence[Span]
     is_selected: bool = False
 
     @property
     def text(self) -> str:
         """It without its styles."""
-        return "".join(text for text, _ in self.pieces)
+        return "".join(text for text, _ in self.spans)
 
 
 def text_line(text: str = "", style: Style = Style.TEXT) -> Line:
@@ -48,7 +48,7 @@ def text_line(text: str = "", style: Style = Style.TEXT) -> Line:
 def truncate(line: Line, width: int) -> Line:
     """Return as much of a line as there is room for."""
     spans: List[Span] = []
-    for text, style in line.pieces:
+    for text, style in line.spans:
         spans.append((text[: max(0, width)], style))
         width -= len(text)
     return Line([each for each in spans if each[0]], line.is_selected)

@@ -69,7 +69,7 @@ def draw(overview: Overview, view: View, poll_status: Standing, size: Size, glyp
         selected = view.scroll_to_selected(rows, height)
         shown = slice(view.top, view.top + height)
         body = table(view.table, rows, size.width, glyphs)
-        marked = [Line(each.pieces, index == selected) for index, each in enumerate(body[1:])][shown]
+        marked = [Line(each.spans, index == selected) for index, each in enumerate(body[1:])][shown]
         lines = [*head, body[0], *marked]
         lines += [text_line() for _ in range(size.height - len(lines) - 1)]
         lines.append(_footer(view, len(rows)))
@@ -107,10 +107,10 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[L
     """Yield requests and latency as sparks, memory as bars, which have so much room."""
     pace = overview.pace
     rate = "-" if pace.rate is None else f"{pace.rate:,.1f}"
-    yield _labelled_line("requests", spark([each.rate for each in pace.moments], spark_width, glyphs), Style.COPY,
+    yield _labelled_line("requests", spark([each.rate for each in pace.rate_points], spark_width, glyphs), Style.COPY,
                     f"{rate}/s, {overview.queued:,} queued, {overview.running:,} running")  # fmt: skip
     times = "-" if pace.p50_s is None or pace.p99_s is None else f"p50 {_time(pace.p50_s)}, p99 {_time(pace.p99_s)}"
-    yield _labelled_line("latency", spark([each.p99_s for each in pace.moments], spark_width, glyphs), Style.BESIDE, times)
+    yield _labelled_line("latency", spark([each.p99_s for each in pace.rate_points], spark_width, glyphs), Style.BESIDE, times)
     if overview.memory is not None:
         yield from _memory(overview.memory, spark_width, glyphs)
     if not overview.whole:

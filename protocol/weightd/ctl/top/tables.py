@@ -124,7 +124,7 @@ MODELS: Table[ModelRow] = Table(
         "L": lambda row: _none_first(row.pace.p99_s),
         "M": lambda row: 0 if row.memory is None else row.memory.now_bytes,
     },
-    spark=lambda row: [each.rate for each in row.pace.moments],
+    spark=lambda row: [each.rate for each in row.pace.rate_points],
     model=lambda row: row.name,
 )  # fmt: skip
 

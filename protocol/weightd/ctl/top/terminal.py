@@ -182,7 +182,7 @@ class Screen:
         """Return a line without what this terminal has no character for."""
         if self._glyphs is BLOCKS:
             return line
-        spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.pieces]
+        spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]
         return line._replace(pieces=spans)
 
 
@@ -230,7 +230,7 @@ def _write(window: curses.window, row: int, line: Line, width: int, styles: Dict
     # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
     with contextlib.suppress(curses.error):
         column = 0
-        for text, style in line.pieces:
+        for text, style in line.spans:
             window.addstr(row, column, text, styles.get(style, 0) | cursor)
             column += len(text)
         if line.is_selected:

@@ -28,7 +28,7 @@ class Pace(NamedTuple):
     rate: Optional[float] = None
     p50_s: Optional[float] = None
     p99_s: Optional[float] = None
-    moments: Tuple[Moment, ...] = ()
+    rate_points: Tuple[Moment, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ def _throughput_values(throughput: Pace) -> Dict[str, Any]:
         "rate": _rounded(throughput.rate),
         "p50_s": _rounded(throughput.p50_s),
         "p99_s": _rounded(throughput.p99_s),
-        "rates": [_rounded(each.rate) for each in throughput.moments],
-        "p99s_s": [_rounded(each.p99_s) for each in throughput.moments],
+        "rates": [_rounded(each.rate) for each in throughput.rate_points],
+        "p99s_s": [_rounded(each.p99_s) for each in throughput.rate_points],
     }
 
 

@@ -23,7 +23,7 @@ from weightd.protocol.messages.control import ModelMetadataResponse
 from weightd.protocol.messages.data import RequestDescription, ResponseDescription, TensorSpec
 
 CRASH, KILL = End(-signal.SIGSEGV), End(-signal.SIGKILL)
-OURS = End(-signal.SIGKILL, by=By.DAEMON)
+OURS = End(-signal.SIGKILL, initiator=By.DAEMON)
 TIMEOUT_S = 60.0
 LOST = "request id1: 2 groups of ranks were lost to it, the last one as"
 ANN = Origin("ann 1", "ann")

@@ -264,13 +264,13 @@ def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: End, death
     process = bench.seat(batch(one, two))
     bench.now += 2.0
     bench.guard.on_exit(process, end, bench.now)
-    assert (one.usage.deaths, one.usage.seat_seconds) == (deaths, 2.0)
+    assert (one.usage.unexpected_exits, one.usage.slot_seconds) == (deaths, 2.0)
     # Of two nobody can tell whose fault it was; the time they have had, whoever is to blame.
     process = bench.seat(batch(one, other))
     bench.now += 2.0
     bench.guard.on_exit(process, end, bench.now)
-    assert (one.usage.deaths, other.usage.deaths) == (deaths, 0)
-    assert other.usage.seat_seconds == 1.0
+    assert (one.usage.unexpected_exits, other.usage.unexpected_exits) == (deaths, 0)
+    assert other.usage.slot_seconds == 1.0
 
 
 def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:

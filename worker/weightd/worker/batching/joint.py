@@ -46,19 +46,19 @@ class Joint:
         InvalidArgument: the requests differ in more than their rows, or have none.
     """
 
-    __slots__ = ("_places", "counts", "descriptions", "form", "is_tested", "shares", "specs", "total")
+    __slots__ = ("_item_positions", "row_counts", "descriptions", "output_layout", "is_tested", "slices", "specs", "total_rows")
 
     def __init__(self, descriptions: Sequence[RequestDescription], min_rows: int = 0, allowed_batch_sizes: Sequence[int] = ()) -> None:
         self.descriptions = tuple(descriptions)
-        self.counts = [_row_count(each.inputs) for each in self.descriptions]
-        used = max(min_rows, sum(self.counts))
-        self.total = next((size for size in allowed_batch_sizes if size >= used), used)
+        self.row_counts = [_row_count(each.inputs) for each in self.descriptions]
+        used = max(min_rows, sum(self.row_counts))
+        self.total_rows = next((size for size in allowed_batch_sizes if size >= used), used)
         first = self.descriptions[0].inputs
-        self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total, *each.shape[1:])) for each in first])
+        self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total_rows, *each.shape[1:])) for each in first])
         # Of each input, its position in each request.
-        self._places = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
-        self.form: Tuple[Any, ...] = ()
-        self.shares: List[Share] = []
+        self._item_positions = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
+        self.output_layout: Tuple[Any, ...] = ()
+        self.slices: List[Share] = []
         self.is_tested = False
 
     def merge_inputs(self, item_frames: Sequence[Sequence[Any]]) -> Arrays:
@@ -71,8 +71,8 @@ class Joint:
             InvalidArgument: as `from_frame`.
         """
         inputs: Arrays = {}
-        surplus = self.total - sum(self.counts)
-        for spec, places in zip(self.specs, self._places):
+        surplus = self.total_rows - sum(self.row_counts)
+        for spec, places in zip(self.specs, self._item_positions):
             pieces = [part[place] for part, place in zip(item_frames, places)]
             if surplus:
                 pieces += [_last_row(spec, pieces)] * surplus
@@ -83,7 +83,7 @@ class Joint:
         """Return the positions of the requests that have one of these rows, which are an array of bool."""
         found: List[int] = []
         end = 0
-        for index, count in enumerate(self.counts):
+        for index, count in enumerate(self.row_counts):
             begin, end = end, end + count
             if rows[begin:end].any():
                 found.append(index)
@@ -98,17 +98,17 @@ class Joint:
         Raises:
             NotTogether: an output has not as many rows as the inputs.
         """
-        check_rows(arrays, self.total)
+        check_rows(arrays, self.total_rows)
         positions = {name: position for position, name in enumerate(arrays)}
         slices: List[Share] = []
         begin = 0
-        for asked, count in zip(self.descriptions, self.counts):
+        for asked, count in zip(self.descriptions, self.row_counts):
             end = begin + count
             own = {name: arrays[name][begin:end] for name in (arrays if asked.outputs is None else asked.outputs)}
             cuts = [(positions[name], *_byte_range(arrays[name], begin, end)) for name in own]
             slices.append(Share(describe_response(asked.model_name, own), tuple(cuts)))
             begin = end
-        self.shares = slices
+        self.slices = slices
 
 
 def _row_count(specs: Sequence[TensorSpec]) -> int:

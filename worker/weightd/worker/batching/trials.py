@@ -79,7 +79,7 @@ class Trials:
 
     def can_batch(self, merged: Joint) -> bool:
         """Return whether requests of this form may be run together."""
-        if not merged.is_tested and merged.total <= self._holder_compared_rows and _row_dims(merged) == self._holder_dims:
+        if not merged.is_tested and merged.total_rows <= self._holder_compared_rows and _row_dims(merged) == self._holder_dims:
             merged.is_tested = True
         return merged.is_tested or len(self._tested_specs) < self._max_tested_specs or merged.specs in self._tested_specs
 
@@ -106,7 +106,7 @@ class Trials:
         if merged.specs not in self._tested_specs or compared_rows < MAX_TEST_ROWS:
             self._compare(_BatchSample(merged, inputs, outputs, parties))
             self._tested_specs.add(merged.specs)
-            self._compared_rows[dims] = compared_rows = compared_rows + sum(merged.counts)
+            self._compared_rows[dims] = compared_rows = compared_rows + sum(merged.row_counts)
         merged.is_tested = compared_rows >= MAX_TEST_ROWS
 
     def recheck(self) -> None:
@@ -127,10 +127,10 @@ class Trials:
 
     def _compare(self, sample: _BatchSample) -> None:
         merged, inputs = sample.merged, sample.inputs
-        used = sum(merged.counts)
+        used = sum(merged.row_counts)
         alone_outputs: List[Arrays] = []
         end = 0
-        for count in merged.counts:
+        for count in merged.row_counts:
             begin, end = end, end + count
             if count:
                 size = next((size for size in self._allowed_batch_sizes if size >= count), count)
@@ -151,12 +151,12 @@ class Trials:
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.parties or layouts[0] != layouts[1]:
             return ()
-        party_of_row = np.repeat(sample.parties, sample.merged.counts)
+        party_of_row = np.repeat(sample.parties, sample.merged.row_counts)
         differ = bits.differing_rows(batched, alone)
         found = sorted({int(each) for each in party_of_row[differ]})
         for party in found:
             own = np.flatnonzero(party_of_row == party)
-            rows = np.resize(own, sample.merged.total)
+            rows = np.resize(own, sample.merged.total_rows)
             rows[own] = own
             answer = self._run(sample.inputs, rows)
             pairs = ({name: array[own] for name, array in each.items()} for each in (answer, alone))

@@ -74,7 +74,7 @@ class Groups:
     def on_exit(self, process: str, exit_cause: End) -> Request | None:
         """A process has ended; return the request against which its group is not held any more, if there is one."""
         lost_group = self._lost_by_process.pop(process, None)
-        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.by is By.DAEMON:
+        if lost_group is None or lost_group.is_forgiven or not exit_cause.is_external or exit_cause.initiator is By.DAEMON:
             return None
         lost_group.is_forgiven = True
         lost_group.request.deaths -= 1

@@ -322,7 +322,7 @@ class Guard:
             return Internal(f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were")
         if request.lost_slots >= MAX_LOST_SLOTS:
             text = f"request {request.id} was on {request.lost_slots} workers when they ended, the last one {exit_cause.description}"
-            return ResourceExhausted(text) if exit_cause.by is By.KERNEL else Unavailable(text)
+            return ResourceExhausted(text) if exit_cause.initiator is By.KERNEL else Unavailable(text)
         return None
 
     def _restrict_client(self, origin: Origin, now: float) -> None:
