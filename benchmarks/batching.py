@@ -64,7 +64,7 @@ class Batching(Result):
     rival_ratio: float | None
     lone_ratio: float
     rps: Mapping[str, float]
-    rows_of_job: float
+    rows_per_batch: float
     lone_p50_ms: Mapping[str, float]
     engine_gain: Mapping[str, float]
     service_gain: Mapping[str, float]
@@ -86,7 +86,7 @@ class Batching(Result):
         rows = [
             (f"{MLP}, {self.in_flight} in flight, {who}", f"{each:8.1f} requests/s") for who, each in self.rps.items()
         ]
-        rows.append((f"{MLP}, rows of a job", f"{self.rows_of_job:8.1f}"))
+        rows.append((f"{MLP}, rows of a job", f"{self.rows_per_batch:8.1f}"))
         if self.rival_ratio is None:
             rows.append((_MOSEC, f"not in {PYTHON.parent.parent}: `make bench-rival` installs it there"))
         rows += [(f"{MLP}, a lone client, {who}", f"p50 {each:6.2f} ms") for who, each in self.lone_p50_ms.items()]
@@ -121,7 +121,7 @@ def run(setup: Setup) -> Batching:
         rival_ratio=compared["rival_ratio"].median if "rival_ratio" in compared else None,
         lone_ratio=compared["lone_ratio"].median,
         rps={who: statistics.median(each) for who, each in load.rps.items()},
-        rows_of_job=load.rows_per_batch,
+        rows_per_batch=load.rows_per_batch,
         lone_p50_ms={who: 1e3 * statistics.median(each) for who, each in lone.items()},
         engine_gain={name: each.engine for name, each in table.items()},
         service_gain={name: each.service for name, each in table.items()},

@@ -141,10 +141,10 @@ class Fairness(Result):
     p50_ratio_64: float | None = None
     p50_ratio_1000: float | None = None
     refused: int | None = None
-    asked: int | None = None
+    sent: int | None = None
     large_ratio: float | None = None
-    long_jobs: float | None = None
-    long_jobs_p99_s: float | None = None
+    long_batches_ratio: float | None = None
+    long_batches_p99_s: float | None = None
     poison: int | None = None
     poison_workers_lost: int | None = None
     storms: float | None = None
@@ -658,7 +658,7 @@ def _events(client: Client) -> list[str]:
     answer = client.events()
     while True:
         texts += [each.text for each in answer.events]
-        if not answer.more:
+        if not answer.remaining:
             return texts
         answer = client.events(answer.last)
 
@@ -922,7 +922,7 @@ def _slot_seconds(service: Service) -> dict[str, float]:
     """Return what each tenant has had so far, as the daemon's accounts say; nothing where nobody is told apart."""
     with service.client() as client:
         tenants = client.status().tenants
-    return {each.name: sum(account.seat_seconds for account in each.accounts) for each in tenants}
+    return {each.name: sum(account.slot_seconds for account in each.accounts) for each in tenants}
 
 
 def _question(model: str, plan: _Plan, *shape: int, rows: int = 1) -> _Question:

@@ -42,13 +42,13 @@ class Latency(Result):
     transport: str
     p50_us: float
     p99_us: float
-    gate_p50_us: float
+    proxy_p50_us: float
     two_hop_p50_us: float
     two_hop_p99_us: float
     ratio: float
     ratio_spread: tuple[float, float]
-    gate_ratio: float
-    gate_ratio_spread: tuple[float, float]
+    proxy_ratio: float
+    proxy_ratio_spread: tuple[float, float]
     bare_predict_us: float
 
     def targets(self) -> Sequence[Target]:
@@ -59,11 +59,11 @@ class Latency(Result):
         """Return the table."""
         return [
             (f"weightd over {self.transport}", f"p50 {self.p50_us:5.0f} us   p99 {self.p99_us:5.0f} us"),
-            ("weightd through the gate", f"p50 {self.gate_p50_us:5.0f} us"),
+            ("weightd through the gate", f"p50 {self.proxy_p50_us:5.0f} us"),
             ("two-hop echo", f"p50 {self.two_hop_p50_us:5.0f} us   p99 {self.two_hop_p99_us:5.0f} us"),
             ("the engine's part", f"p50 {self.bare_predict_us:5.0f} us"),
             ("ratio", spread(self.ratio_spread)),
-            ("gate_ratio", spread(self.gate_ratio_spread)),
+            ("gate_ratio", spread(self.proxy_ratio_spread)),
         ]
 
 
@@ -100,12 +100,12 @@ def run(setup: Setup) -> Latency:
         transport=setup.transport,
         p50_us=1e6 * median_over_blocks(seconds[setup.transport], 50),
         p99_us=1e6 * median_over_blocks(seconds[setup.transport], 99),
-        gate_p50_us=1e6 * median_over_blocks(seconds["zmq"], 50),
+        proxy_p50_us=1e6 * median_over_blocks(seconds["zmq"], 50),
         two_hop_p50_us=1e6 * median_over_blocks(seconds["echo"], 50),
         two_hop_p99_us=1e6 * median_over_blocks(seconds["echo"], 99),
         ratio=ours.median,
         ratio_spread=ours.spread,
-        gate_ratio=proxy.median,
-        gate_ratio_spread=proxy.spread,
+        proxy_ratio=proxy.median,
+        proxy_ratio_spread=proxy.spread,
         bare_predict_us=1e6 * float(np.median(predict)),
     )

@@ -61,8 +61,8 @@ class Ranks(Result):
     added_ms: float
     predict_ms: float
     request_ms: float
-    again_ratio: float
-    again_s: float
+    recovery_ratio: float
+    recovery_s: float
     start_s: float
     first_s: float
     memory_ratio: float
@@ -85,7 +85,7 @@ class Ranks(Result):
             ("a request, p50", f"{self.request_ms:8.3f} ms"),
             ("start of the bare group", f"{self.start_s:8.1f} s"),
             ("weightd's first answer", f"{self.first_s:8.1f} s"),
-            ("answers again after kill -9 of a rank", f"{self.again_s:8.1f} s"),
+            ("answers again after kill -9 of a rank", f"{self.recovery_s:8.1f} s"),
             ("the bare group", f"{self.bare_memory_mb:8,.0f} MB"),
             ("weightd with the same", f"{self.memory_mb:8,.0f} MB"),
         ]
@@ -113,8 +113,8 @@ def run(setup: Setup) -> Ranks:
         added_ms=1e3 * statistics.median(ours - theirs for ours, theirs in zip(requests, predicts, strict=True)),
         predict_ms=1e3 * statistics.median(predicts),
         request_ms=1e3 * statistics.median(requests),
-        again_ratio=statistics.median(ours / theirs for ours, theirs in zip(agains, starts, strict=True)),
-        again_s=statistics.median(agains),
+        recovery_ratio=statistics.median(ours / theirs for ours, theirs in zip(agains, starts, strict=True)),
+        recovery_s=statistics.median(agains),
         start_s=statistics.median(starts),
         first_s=first,
         memory_ratio=memory / bare_memory,

@@ -53,11 +53,11 @@ class Recovery(Result):
     """
 
     benchmark = "recovery"
-    back_ms: Mapping[str, float]
+    recovery_ms: Mapping[str, float]
     gap_ms: Mapping[str, float]
     errors: Mapping[str, Mapping[str, int]]
     killed_worker_errors: int
-    killed_worker_back_ms: float
+    killed_worker_recovery_ms: float
 
     def targets(self) -> Sequence[Target]:
         """Return the bounds: a worker that is killed costs no answer, and another is soon in its place."""
@@ -69,11 +69,11 @@ class Recovery(Result):
             (
                 fault,
                 (
-                    f"back after {self.back_ms[fault]:7.0f} ms, longest gap {self.gap_ms[fault]:6.0f} ms, "
+                    f"back after {self.recovery_ms[fault]:7.0f} ms, longest gap {self.gap_ms[fault]:6.0f} ms, "
                     f"errors {', '.join(f'{count} {code}' for code, count in self.errors[fault].items()) or 'none'}"
                 ),
             )
-            for fault in self.back_ms
+            for fault in self.recovery_ms
         ]
 
 
@@ -124,11 +124,11 @@ def run(setup: Setup) -> Recovery:
         engine=engine,
         workers=workers,
         n=REPEATS,
-        back_ms={fault: 1e3 * statistics.median(each) for fault, each in recovery_times.items() if each},
+        recovery_ms={fault: 1e3 * statistics.median(each) for fault, each in recovery_times.items() if each},
         gap_ms={fault: 1e3 * statistics.median(each) for fault, each in gaps.items() if each},
         errors={fault: errors[fault] for fault, each in recovery_times.items() if each},
         killed_worker_errors=errors["worker killed"].total(),
-        killed_worker_back_ms=1e3 * statistics.median(recovery_times["worker killed"]),
+        killed_worker_recovery_ms=1e3 * statistics.median(recovery_times["worker killed"]),
     )
 
 

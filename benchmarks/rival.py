@@ -92,7 +92,7 @@ class Rival(Result):
     first_answer_s: Both
     all_ready_s: Both
     pss_mb: Both
-    killed_back_ms: Both
+    killed_recovery_ms: Both
     killed_errors: Both
     killed_longest_ms: Both
 
@@ -122,7 +122,7 @@ class Rival(Result):
             (f"all ready, {large}", _both(self.all_ready_s, "s")),
             ("all_ready_ratio", spread(self.all_ready_spread)),
             (f"memory, {large}", _both(self.pss_mb, "MB")),
-            ("worker killed under load: back", _both(self.killed_back_ms, "ms")),
+            ("worker killed under load: back", _both(self.killed_recovery_ms, "ms")),
             ("… errors", _both(self.killed_errors, "")),
             ("… longest request", _both(self.killed_longest_ms, "ms")),
         ]
@@ -265,7 +265,7 @@ def run(setup: Setup) -> Rival:
         first_answer_s={who: statistics.median(each[0] for each in starts[who]) for who in sides},
         all_ready_s={who: statistics.median(each[1] for each in starts[who]) for who in sides},
         pss_mb={who: statistics.median(each[2] for each in starts[who]) / MB for who in sides},
-        killed_back_ms={who: 1e3 * statistics.median(kills[who].recovery_times) for who in sides},
+        killed_recovery_ms={who: 1e3 * statistics.median(kills[who].recovery_times) for who in sides},
         killed_errors={who: kills[who].errors for who in sides},
         killed_longest_ms={who: 1e3 * kills[who].longest for who in sides},
     )

@@ -54,7 +54,7 @@ def place() -> Iterator[Path]:
 def seat_seconds(service: Service, model: str) -> Mapping[str, float]:
     """What each tenant has had of the workers of a model so far."""
     tenants = service.status().tenants
-    return {each.name: account.seat_seconds for each in tenants for account in each.accounts if account.model == model}
+    return {each.name: account.slot_seconds for each in tenants for account in each.accounts if account.model == model}
 
 
 def misdeeds(service: Service) -> list[Callable[[User], None]]:

@@ -66,10 +66,10 @@ class World:
     def write(self, request: Infer, y: Any) -> bool:
         """What the worker does with an output."""
         room = self.room(request)
-        if room is None or y.nbytes > room.bytes:
+        if room is None or y.nbytes > room.nbytes:
             return False
         # A worker writes only where each page has memory.
-        assert os.lseek(self.regions[room.region], room.offset, os.SEEK_HOLE) >= room.offset + room.bytes
+        assert os.lseek(self.regions[room.region], room.offset, os.SEEK_HOLE) >= room.offset + room.nbytes
         os.pwrite(self.regions[room.region], y.tobytes(), room.offset)
         return True
 
@@ -216,7 +216,7 @@ def places(request: Infer) -> List[Tuple[int, int]]:
     assert regions is not None
     return [
         *((place.offset, N) for place in regions.inputs),
-        *((place.offset, place.bytes) for place in regions.outputs),
+        *((place.offset, place.nbytes) for place in regions.outputs),
     ]
 
 
@@ -238,7 +238,7 @@ def test_memory_is_used_again_once_it_is_nobodys(world: World) -> None:
 def test_a_late_write_never_lands_where_something_else_is(world: World) -> None:
     world.warm(bytes_of(N))
     call, late, _ = world.ask(bytes_of(N))
-    world.hear(Error(late.id, "CANCELLED", "", running=True))
+    world.hear(Error(late.id, "CANCELLED", "", may_still_write=True))
     with pytest.raises(Cancelled):
         call.result()
     del call

@@ -92,7 +92,7 @@ def outputs(*named: Any) -> Handler:
 
 def counted(message: ClientMessage, served: int, executions: int, cut: int = 0) -> List[List[Any]]:
     """Answer a question for the status: what has been run of the model m."""
-    ran = ExecutionsStatus(executions, cut=cut)
+    ran = ExecutionsStatus(executions, split=cut)
     model = ModelStatus("m", "fake", "/m", "serving", 0, served, 0, (), executions=ran)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (model,)))]
 

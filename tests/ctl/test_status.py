@@ -25,7 +25,7 @@ from weightd.protocol.messages.status import (
 MB = 1_000_000
 GIB = 2**30
 
-HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0, own_bytes=9 * MB)
+HOLDER = ProcessStatus("digits.3.holder", "holder", "holding", 100, 0, 0, None, None, 200 * MB, 0, private_bytes=9 * MB)
 WORKERS = tuple(
     ProcessStatus(
         f"digits.3.w{i}",
@@ -38,7 +38,7 @@ WORKERS = tuple(
         1220.0,
         30 * MB,
         190 * MB,
-        own_bytes=8 * MB,
+        private_bytes=8 * MB,
     )
     for i in (1, 2)
 )

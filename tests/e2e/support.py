@@ -361,7 +361,7 @@ def cause_of_failure(service: Service, name: str) -> str:
 
     def cause() -> str:
         generation = model_status(service, name).generations[-1]
-        return generation.cause if generation.state == "failed" else ""
+        return generation.reason if generation.state == "failed" else ""
 
     return until(cause, f"{name} fails")
 

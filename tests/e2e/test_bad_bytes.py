@@ -286,7 +286,7 @@ def flat(service: Service, questions: list[Question]) -> Generator[None]:
         assert peak_bytes(service.pid) - before < 6 * ROOM
         until(lambda: private_bytes(service.pid) - before < ROOM // 4, "the memory is given back")
         # A gate that a large answer is on its way to has to read it first.
-        until(lambda: client.status().held_bytes == 0, "nothing is held any more")
+        until(lambda: client.status().buffered_bytes == 0, "nothing is held any more")
 
 
 def send_for_ever(connection: socket.socket) -> None:
@@ -324,4 +324,4 @@ def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questio
                 counts.append(sum(each is not None and each.done for each in sent))
                 ask_all(newcomer, "two_inputs", questions * 20)
             ask_all(newcomer, "two_inputs", questions * 3)
-            assert newcomer.status().held_bytes <= ROOM == newcomer.status().max_memory_bytes
+            assert newcomer.status().buffered_bytes <= ROOM == newcomer.status().max_memory_bytes

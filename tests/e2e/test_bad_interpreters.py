@@ -154,7 +154,7 @@ def test_a_worker_that_fails_to_start_once_is_started_again(engine: str, zoo: Zo
     with Service({"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}) as service:
         status = service.ready()
         assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1", "model.1.w3"]
-        assert status.models[0].generations[0].cause == ""
+        assert status.models[0].generations[0].reason == ""
         with service.client() as client:
             ask_all(client, "model", bare.questions(path, pairs((2, 1))) * 5)
         assert service.stop() == 2  # a process ended that nobody had asked to
@@ -169,7 +169,7 @@ def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_s
     with Service(tables, verbose=True) as service, service.client() as client:
         questions = bare.questions(path, pairs((2, 1))) * 5
         ask_all(client, "model", questions)
-        until(lambda: "no luck" in model_status(service, "model").generations[0].cause, "the cause is told")
+        until(lambda: "no luck" in model_status(service, "model").generations[0].reason, "the cause is told")
         until(lambda: started(service.log, "model") >= 1 + 1 + 3, "the daemon has tried")
         ask_all(client, "model", questions)
         assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1"]

@@ -172,8 +172,8 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
         assert client.infer("auto", {"x": image})["y"].shape == (1, 3, 3, 4)
         model = model_status(service, "auto")
         [generation] = model.generations
-        assert generation.canary == "x [1, 3, 224, 224] and x [2, 3, 448, 448]"
-        assert model.deaths == 0
+        assert generation.selftest == "x [1, 3, 224, 224] and x [2, 3, 448, 448]"
+        assert model.unexpected_exits == 0
         assert "the holder is lost while it tries x [" in service.log
 
 
@@ -192,6 +192,6 @@ def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path
             assert client.infer("random", {"x": x})["y"].shape == x.shape
         for name, canary in (("off", "none: it is off"), ("random", "none: the model gives different answers")):
             model = model_status(service, name)
-            assert (model.deaths, model.failed) == (0, 0)
-            assert model.generations[0].canary.startswith(canary)
+            assert (model.unexpected_exits, model.failed) == (0, 0)
+            assert model.generations[0].selftest.startswith(canary)
             assert f"{name}.1: no {canary.replace('none', 'canary')}" in service.log

@@ -60,7 +60,7 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             status = model_status(service, name)
             assert status.executions
             assert 0 < status.executions.count < status.served == 3 * IN_FLIGHT
-            assert status.generations[0].rows == "requests share a predict of up to 16 rows, tested bit-equal"
+            assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
 
 
 def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo, bare: Bare, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_model_whose_float_inputs_are_indices_is_batched(engine: str, zoo: Zoo
                 ask_all(client, name, [asked[at % len(asked)] for at in range(IN_FLIGHT)])
         for name in tables:
             status = model_status(service, name)
-            assert status.generations[0].rows == "requests share a predict of up to 16 rows, tested bit-equal"
+            assert status.generations[0].batching_note == "requests share a predict of up to 16 rows, tested bit-equal"
             assert status.generations[0].max_rows == 16
             assert status.executions
             assert status.executions.count < status.served == IN_FLIGHT
@@ -164,7 +164,7 @@ def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for
     assert rows == {"company": [1] * (1 + IN_FLIGHT), "loose": [1] + [16] * IN_FLIGHT}
     for name, why in (("company", "output rows: 16 of 16 rows"), ("quantized", "output y: ")):
         assert f"{name}.1: rows of requests: {why}" in odd.log
-        assert model_status(odd, name).generations[0].rows.startswith(why)
+        assert model_status(odd, name).generations[0].batching_note.startswith(why)
 
 
 def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Service) -> None:
@@ -180,7 +180,7 @@ def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Ser
             guilty.result()
         held.first.result()
     status = model_status(odd, "integers")
-    assert (status.failed, status.deaths) == (1, 0)
+    assert (status.failed, status.unexpected_exits) == (1, 0)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
@@ -195,7 +195,7 @@ def test_one_that_kills_costs_three_workers_and_no_answer_of_those_that_ran_with
         with pytest.raises(Internal, match="was on 2 workers when they died, the last one killed by SIGFPE"):
             guilty.result()
     status = model_status(odd, "negated")
-    assert (status.failed, status.deaths) == (1, 3)
+    assert (status.failed, status.unexpected_exits) == (1, 3)
 
 
 # Of what was slow before it is known: each has a model of its own.
@@ -224,4 +224,4 @@ def test_members_end_by_themselves_while_their_job_runs_whatever_becomes_of_it(
         os.kill(held.worker.pid, then)
         assert [value(each).tolist() for each in pending] == [[3], [200_000], [4], [7]]
     status = model_status(odd, model)
-    assert (status.failed, status.deaths, status.queued) == (2, int(then == signal.SIGKILL), 0)
+    assert (status.failed, status.unexpected_exits, status.queued) == (2, int(then == signal.SIGKILL), 0)

@@ -120,7 +120,7 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
             assert pending.result()["y"] == [A_WHILE]
     after = model_status(service, "loop")
     assert [each.pid for each in ready_workers(service, "loop")] == workers
-    assert (after.deaths, after.failed, after.quarantined) == (before.deaths, before.failed, before.quarantined)
+    assert (after.unexpected_exits, after.failed, after.quarantined) == (before.unexpected_exits, before.failed, before.quarantined)
     assert "the daemon did not run for " in service.log
 
 
@@ -158,7 +158,7 @@ def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(service: Servic
     assert all("predict_timeout" in each for each in endings)
     wait_for_others(service, {victim})
     after = model_status(service, "mlp")
-    assert (after.failed - before.failed, after.deaths - before.deaths) == (len(endings), 1)
+    assert (after.failed - before.failed, after.unexpected_exits - before.unexpected_exits) == (len(endings), 1)
 
 
 def test_when_no_worker_answers_health_says_so_and_they_are_replaced(

@@ -194,7 +194,7 @@ def test_status_tells_the_truth(
     assert sum(each.served for each in generation.processes) == after.served
     assert 0 < (after.p50_us or 0) <= (after.p99_us or 0)
     assert generation.sha256 == hashlib.sha256(mlp.read_bytes()).hexdigest()
-    assert (generation.state, generation.cause) == ("serving", "")
+    assert (generation.state, generation.reason) == ("serving", "")
     # The daemon is in the test's own control group.
     assert limits(status.memory) == limits(cgroup.memory())
     for each in generation.processes:

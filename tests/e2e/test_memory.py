@@ -214,7 +214,7 @@ def test_workers_allocate_no_page_of_memory_that_the_client_has_not_written_to(
             for number in range(2 * WORKERS):
                 response = peer.ask(Infer(str(number), description, Parameters(regions=places)))
                 assert isinstance(response, InferResponse), response
-                assert response.placed is None
+                assert response.shared_outputs is None
         assert os.fstat(descriptor).st_blocks == 0
     finally:
         os.close(descriptor)

@@ -31,11 +31,11 @@ def test_what_one_daemon_has_seen_of_a_load_the_next_one_tells_while_it_loads_ag
                 shares += [each for each in model_status(service, "mlp").generations if each.number == 2]
                 time.sleep(PAUSE_S)
             assert updating.result().generations == (2,)
-        done = [each.done for each in shares if each.done is not None]
+        done = [each.load_fraction for each in shares if each.load_fraction is not None]
         assert done == sorted(done)
         assert 0 < done[-1] < 1
-        assert any(each.left_s for each in shares)
-        assert all((each.done is None) == (each.state == "serving") for each in shares), shares
+        assert any(each.remaining_s for each in shares)
+        assert all((each.load_fraction is None) == (each.state == "serving") for each in shares), shares
         # Of the one that serves nothing is left to tell.
         (generation,) = [each for each in model_status(service, "mlp").generations if each.number == 2]
-        assert (generation.done, generation.left_s) == (None, None)
+        assert (generation.load_fraction, generation.remaining_s) == (None, None)

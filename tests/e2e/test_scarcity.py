@@ -54,8 +54,8 @@ def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Pat
         with daemon.client(place.address) as client:
             until(lambda: model(client).state == "failed", "it fails")
             [generation] = model(client).generations
-            assert "No space left on device" in generation.cause
-            assert "cannot copy" in generation.cause
+            assert "No space left on device" in generation.reason
+            assert "cannot copy" in generation.reason
             # There is room now: the next attempt succeeds.
             subprocess.run(["mount", "-o", f"remount,size={4 * MODEL_MIB}m", str(place.cache)], check=True)
             until(lambda: model(client).state == "serving", "it is loaded again by itself")

@@ -77,8 +77,8 @@ def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Que
     status = model_status(service, "mlp")
     assert status.executions
     in_parts = [each for each in asked if len(each.inputs["x"]) > PART_ROWS]
-    assert (status.failed, status.executions.cut) == (0, 3 * len(in_parts))
-    assert status.generations[0].rows.endswith("requests of more than 8 rows run in parts, tested bit-equal")
+    assert (status.failed, status.executions.split) == (0, 3 * len(in_parts))
+    assert status.generations[0].batching_note.endswith("requests of more than 8 rows run in parts, tested bit-equal")
 
 
 def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[Question]) -> None:
@@ -89,7 +89,7 @@ def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[
         assert_same(pending.result(), asked[1].answer)
         service.ready()
         ask_all(client, "mlp", asked)
-    assert (model_status(service, "mlp").deaths, model_status(service, "mlp").failed) == (1, 0)
+    assert (model_status(service, "mlp").unexpected_exits, model_status(service, "mlp").failed) == (1, 0)
 
 
 @ONE_ENGINE
@@ -117,5 +117,5 @@ def test_an_input_without_rows_goes_with_each_part(tmp_path: Path) -> None:
         assert_same(client.infer("mlp", {"x": x, "s": s}), {"y": x * s})
         status = model_status(service, "mlp")
     assert status.executions
-    assert (status.executions.count, status.executions.cut) == (8, 1)
-    assert status.generations[0].rows.endswith("none share a predict: input s has no rows")
+    assert (status.executions.count, status.executions.split) == (8, 1)
+    assert status.generations[0].batching_note.endswith("none share a predict: input s has no rows")

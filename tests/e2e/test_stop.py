@@ -244,5 +244,5 @@ def test_nohup_keeps_a_daemon_which_reloads_on_sighup(
         with Client(f"{place.runtime}/run.sock") as one, Client(place.address) as other:
             for client in (one, other):
                 assert_same(client.infer("mlp", question.inputs), question.answer)
-            until(lambda: other.metrics().reloads.good, "it has read the file again")
+            until(lambda: other.metrics().reloads.succeeded, "it has read the file again")
         assert [each.end() for each in programs] == [0, 0]

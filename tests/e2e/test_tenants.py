@@ -284,7 +284,7 @@ def test_what_each_asks_is_on_its_own_account_and_refusals_are_there_by_their_bo
     assert {name: each.requests - before[name].requests for name, each in after.items()} == {"ann": 3, "ben": 4}
     assert {name: each.served - before[name].served for name, each in after.items()} == {"ann": 1, "ben": 4}
     assert after["ann"].refused["max_rows"] - before["ann"].refused.get("max_rows", 0) == 2
-    assert after["ann"].seat_seconds > before["ann"].seat_seconds
+    assert after["ann"].slot_seconds > before["ann"].slot_seconds
     assert after["ben"].bytes_in - before["ben"].bytes_in == 4 * SOME["n"].nbytes
     assert account(ann, "ann") == after["ann"]
 

@@ -35,15 +35,15 @@ def _model(name: str, state: str, requests: Histogram = NOTHING, rows: Histogram
         running=0,
         processes=(),
         executions=12,
-        deaths=0,
+        unexpected_exits=0,
         restarts=0,
-        canary_failures=0,
-        mismatches=0,
+        selftest_failures=0,
+        batch_mismatches=0,
         quarantined=0,
         request_seconds=requests,
         queue_seconds=NOTHING,
         compute_seconds=NOTHING,
-        job_rows=rows,
+        batch_rows=rows,
     )
 
 

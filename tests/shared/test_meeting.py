@@ -4,7 +4,7 @@ import pytest
 
 from weightd.shared.meeting import Meeting
 
-RANK = Meeting(1, 2, 120, 68, reply=1, port=8118, group_info="/g", buffer_mib=200)
+RANK = Meeting(1, 2, 120, 68, reply_rank=1, port=8118, group_info="/g", buffer_mib=200)
 
 
 @pytest.mark.parametrize("meeting", [RANK, RANK._replace(reply=None), Meeting(-1, 2, 30, 5)])

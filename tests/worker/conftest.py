@@ -190,7 +190,7 @@ class Daemon:
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
         if isinstance(message, Probing):
-            if message.trying:
+            if message.cases:
                 self.tell(name, Probe())
             return self.hear(name, kind)
         assert (peer.decode(), type(message)) == (name, kind), message

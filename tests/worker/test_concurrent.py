@@ -46,7 +46,7 @@ SIZE = 3
 LIMIT_S = 60
 STOP = encode(Stop())
 REQUESTS = {"predict": 1, "together": 2}
-PING = encode(Ping(canary=False))
+PING = encode(Ping(run_selftest=False))
 
 Frames = Sequence[Any]
 Orders = Sequence[Optional[Frames]]
@@ -237,7 +237,7 @@ def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_a
     script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
     assert script.run() == exits.MODEL_CORRUPTED
     # The third one runs again elsewhere, and so does the fourth.
-    assert told(script) == [1, Failed(2, "INTERNAL", "gone", leaving=True)]
+    assert told(script) == [1, Failed(2, "INTERNAL", "gone", is_exiting=True)]
     assert engine.begun == [1, 2, 3]
 
 
@@ -248,8 +248,8 @@ def test_of_two_that_spoil_it_each_is_told() -> None:
     assert script.run() == exits.MODEL_CORRUPTED
     assert told(script) == [
         3,
-        Failed(2, "INTERNAL", "RuntimeError: two", leaving=False),
-        Failed(1, "INTERNAL", "one", leaving=True),
+        Failed(2, "INTERNAL", "RuntimeError: two", is_exiting=False),
+        Failed(1, "INTERNAL", "one", is_exiting=True),
     ]
 
 

@@ -36,9 +36,9 @@ def serve(daemon: Daemon, model: Path) -> Tuple[Built, Attached]:
         daemon.hear(name, Hello)
     daemon.tell("h", Build(()))
     built, _ = daemon.hear("h", Built)
-    daemon.tell("w", Attach(built.handle, built.canary_cases))
+    daemon.tell("w", Attach(built.handle, built.selftest_cases))
     attached, _ = daemon.hear("w", Attached)
-    assert attached.canary == built.canary
+    assert attached.selftest_digest == built.selftest_digest
     return built, attached
 
 
@@ -67,10 +67,10 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     built, _ = daemon.hear("h", Built)
     assert built.handle == str(daemon.directory / "store")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 1024), (-1, 1024))
-    assert built.canary_cases == ({"x": (1, 1024)}, {"x": (2, 1024)})
-    daemon.tell("w", Attach(built.handle, built.canary_cases))
+    assert built.selftest_cases == ({"x": (1, 1024)}, {"x": (2, 1024)})
+    daemon.tell("w", Attach(built.handle, built.selftest_cases))
     attached, _ = daemon.hear("w", Attached)
-    assert (attached.canary, attached.note) == (built.canary, "")
+    assert (attached.selftest_digest, attached.note) == (built.selftest_digest, "")
     assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
     # A store that cannot be settled costs a warning.
     (daemon.directory / "store").unlink()
@@ -132,16 +132,16 @@ def test_a_store_that_cannot_be_written_or_read_costs_only_memory(daemon: Daemon
     assert built.note.startswith("weights are not shared: sharing pages failed: ")
     daemon.start("late", model("wide"))
     daemon.hear("late", Hello)
-    daemon.tell("late", Attach(str(daemon.directory / "store"), built.canary_cases))
+    daemon.tell("late", Attach(str(daemon.directory / "store"), built.selftest_cases))
     attached, _ = daemon.hear("late", Attached)
-    assert (attached.canary, attached.shared_bytes) == (built.canary, 0)
+    assert (attached.selftest_digest, attached.shared_bytes) == (built.selftest_digest, 0)
     assert attached.note.startswith("weights are not shared: ")
 
 
 def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path / "none.onnx")
     broken, _ = daemon.hear("h", Broken)
-    assert broken.cause.startswith(f"{tmp_path}/none.onnx: ")
+    assert broken.reason.startswith(f"{tmp_path}/none.onnx: ")
     assert daemon.stop("h") == exits.CANNOT_BUILD
 
 
@@ -149,7 +149,7 @@ def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_p
 def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path, engine=OTHER)
     broken, _ = daemon.hear("h", Broken)
-    assert broken.cause.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
+    assert broken.reason.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
     assert daemon.stop("h") == exits.NO_ENGINE
     assert "Traceback" not in daemon.log("h")
 
@@ -161,7 +161,7 @@ def test_an_engine_whose_import_fails_in_any_way_is_told(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     daemon.start("h", tmp_path)
     broken, _ = daemon.hear("h", Broken)
-    assert broken.cause == f"{sys.executable}: numpy.ndarray size changed"
+    assert broken.reason == f"{sys.executable}: numpy.ndarray size changed"
     assert daemon.stop("h") == exits.NO_ENGINE
     assert "Traceback" in daemon.log("h")
 

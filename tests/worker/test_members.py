@@ -55,7 +55,7 @@ class House:
         return self.daemon.hear("g", Warmed)[0]
 
     def ask(self, member: int, x: Any, step: int = 0) -> None:
-        order = Predict(7, RequestDescription("m", (spec_of("x", x),)), member=member, step=step)
+        order = Predict(7, RequestDescription("m", (spec_of("x", x),)), model_index=member, step=step)
         self.daemon.tell("g", order, frame_of(x))
 
     @property
@@ -67,7 +67,7 @@ class House:
         self.daemon.tell("g", order)
         broken, _ = self.daemon.hear("g", Broken)
         assert self.daemon.stop("g") == exits.CANNOT_BUILD
-        return broken.cause
+        return broken.reason
 
     def answer(self, member: int) -> List[Any]:
         self.ask(member, X)
@@ -92,11 +92,11 @@ def test_each_model_answers_as_it_does_alone(house: House, share: str) -> None:
     assert (entered.inputs, entered.outputs) == ((), ())
     house.daemon.tell("g", Warm())
     warmed, _ = house.daemon.hear("g", Warmed)
-    assert [each.canary_cases for each in warmed.members] == [({"x": (2, 64)},)] * 2
-    assert len({each.canary for each in warmed.members}) == 2
+    assert [each.selftest_cases for each in warmed.members] == [({"x": (2, 64)},)] * 2
+    assert len({each.selftest_digest for each in warmed.members}) == 2
     for member in (0, 1, 1, 0):
         assert house.answer(member) == models.answer(house.paths[member], X).tolist()
-    house.daemon.tell("g", Ping(canary=True))
+    house.daemon.tell("g", Ping(run_selftest=True))
     assert house.daemon.hear("g", Pong)[0] == Pong()
     assert house.daemon.stop("g") == exits.OK
 
@@ -105,10 +105,10 @@ def test_a_sample_is_what_a_model_is_proved_by(house: House, tmp_path: Path) -> 
     house.paths[1] = models.mlp(tmp_path / "free.mindir")
     np.savez(str(tmp_path / "sample.npz"), x=X[:1])
     with_sample = house.enter(samples=("", str(tmp_path / "sample.npz")))
-    assert [each.canary_cases for each in with_sample.members] == [({"x": (2, 64)},), ({"x": (1, 64)},)]
+    assert [each.selftest_cases for each in with_sample.members] == [({"x": (2, 64)},), ({"x": (1, 64)},)]
     house.daemon.stop("g")
     without = house.enter()
-    assert (without.members[1].canary, without.members[1].canary_cases) == ("", ())
+    assert (without.members[1].selftest_digest, without.members[1].selftest_cases) == ("", ())
 
 
 def test_they_have_one_workspace_or_one_copy_of_the_weights_of_one_file(house: House) -> None:
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
 def test_a_group_that_cannot_be_is_told(house: House, share: str, device: str, problem: str) -> None:
     house.begin(share, device=device)
     broken, _ = house.daemon.hear("g", Broken)
-    assert broken.cause == problem
+    assert broken.reason == problem
     assert house.daemon.stop("g") == exits.CANNOT_BUILD
 
 
@@ -147,7 +147,7 @@ def test_a_predict_that_fails_is_the_end_of_all(house: House) -> None:
     house.host.fault("predict", "fail", times=1)
     house.ask(1, X)
     failed, _ = house.daemon.hear("g", Failed)
-    assert failed.leaving
+    assert failed.is_exiting
     assert house.daemon.stop("g") == exits.MODEL_CORRUPTED
 
 
@@ -176,7 +176,7 @@ def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
 
 def test_another_daemon_is_told_the_last_step() -> None:
     x = np.zeros(1, np.float32)
-    order = [*encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), member=1, step=5)), bytes(frame_of(x))]
+    order = [*encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), model_index=1, step=5)), bytes(frame_of(x))]
     status, script = play([x] * 3, encode(Enter()), encode(Warm()), order, None, encode(Stop()))
     assert status == exits.OK
     assert script.sent[-1] == Back(5)

@@ -178,7 +178,7 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     assert (built.handle, built.shared_bytes, built.note, built.device) == ("7", 1000, "half of it", CARD)
     assert built.inputs == SIGNATURE.inputs
     assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew nothing of it
-    assert (built.canary_cases, built.canary) == (CASES, canary.run(engine, CASES).digest)
+    assert (built.selftest_cases, built.selftest_digest) == (CASES, canary.run(engine, CASES).digest)
 
 
 def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
@@ -194,27 +194,27 @@ def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
 def test_a_worker_gives_the_answer_that_it_gives_after_it_attached() -> None:
     _, spoilt_by_attach = play(fake(sequence(ZEROS, ZEROS, ONES, ONES)), ATTACH, STOP)
     _, right = play(fake(sequence(*[ZEROS] * 4)), ATTACH, STOP)
-    assert only(Attached, spoilt_by_attach).canary != only(Attached, right).canary
+    assert only(Attached, spoilt_by_attach).selftest_digest != only(Attached, right).selftest_digest
 
 
 def test_a_model_without_a_canary_says_so() -> None:
     _, socket = play(fake(sequence(*[InvalidArgument("too small")] * 9)), BUILD, STOP)
     built = only(Built, socket)
-    assert (built.canary_cases, built.canary, built.note) == ((), "", "half of it")
-    assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
+    assert (built.selftest_cases, built.selftest_digest, built.note) == ((), "", "half of it")
+    assert built.selftest_note.startswith("the model runs on none of 9 inputs made from its signature")
     assert built.outputs == SIGNATURE.outputs
     worker = fake(sequence(InvalidArgument("no")))
     status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
-    assert (only(Attached, socket).canary, worker.done.count("predict")) == ("", 1)
+    assert (only(Attached, socket).selftest_digest, worker.done.count("predict")) == ("", 1)
     # It is not held against a worker that it cannot prove itself.
-    assert (status, only(Failed, socket).leaving) == (exits.OK, False)
+    assert (status, only(Failed, socket).is_exiting) == (exits.OK, False)
 
 
 def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
     engine = fake(sequence(ZEROS, ZEROS, Spoilt("2"), ZEROS))
     status, socket = play(engine, BUILD, STOP)
     assert status == exits.OK
-    assert only(Built, socket).canary_cases == CASES[:1]
+    assert only(Built, socket).selftest_cases == CASES[:1]
     build, export = "build /m/model 11,12", "export /s/store"
     assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back", "discard"]
 
@@ -235,13 +235,13 @@ def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path:
     def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
         engine = fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
         files = Files("/m/model", str(tmp_path / "store"))
-        return play(engine, order, encode(Ping(canary=True)), STOP, files=files, tolerance=tolerance)[1]
+        return play(engine, order, encode(Ping(run_selftest=True)), STOP, files=files, tolerance=tolerance)[1]
 
-    canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).canary
+    canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).selftest_digest
     near, far = played(ATTACH, 2.001, 1e-3), played(ATTACH, 2.01, 1e-3)
-    assert only(Attached, near).canary == only(Pong, near).canary == canary_of_holder != ""
-    assert only(Attached, far).canary == only(Pong, far).canary != canary_of_holder
-    assert only(Attached, played(ATTACH, 2.001, 0.0)).canary != canary_of_holder
+    assert only(Attached, near).selftest_digest == only(Pong, near).selftest_digest == canary_of_holder != ""
+    assert only(Attached, far).selftest_digest == only(Pong, far).selftest_digest != canary_of_holder
+    assert only(Attached, played(ATTACH, 2.001, 0.0)).selftest_digest != canary_of_holder
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3])
@@ -260,14 +260,14 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
 
     files = Files("/m/model", str(tmp_path / "store"))
     _, socket = play(Looking(answer, SIGNATURE), BUILD, STOP, files=files, tolerance=tolerance)
-    assert only(Built, socket).canary
+    assert only(Built, socket).selftest_digest
 
 
 def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
     assert status == exits.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, Broken]
-    assert only(Broken, socket).cause == "the canary's answer changed when the weights were shared"
+    assert only(Broken, socket).reason == "the canary's answer changed when the weights were shared"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 ) -> None:
     status, socket = play(fake(fails={step: error}), order, predict(1), ATTACH, STOP)
     assert status == expected
-    assert socket.sent[1:] == [Broken(cause, no_room, transient=isinstance(error, MemoryError))]
+    assert socket.sent[1:] == [Broken(cause, no_room, is_transient=isinstance(error, MemoryError))]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
 def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSignature, cause: str) -> None:
     status, socket = play(FakeEngine(lambda _: {}, signature), BUILD, STOP)
     assert status == exits.CANNOT_BUILD
-    assert cause in only(Broken, socket).cause
+    assert cause in only(Broken, socket).reason
 
 
 def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
@@ -375,7 +375,7 @@ def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytes
     assert status == exits.OK
     built = only(Built, socket)
     assert (built.handle, built.is_template, built.shared_bytes, built.note) == ("", True, 32 << 20, "")
-    assert built.canary == canary.run(engine, CASES).digest
+    assert built.selftest_digest == canary.run(engine, CASES).digest
     assert engine.done.count("export /s/store") == 0
     assert (forker.settled, forker.given) == (1, [Made(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
@@ -423,8 +423,8 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
 def test_it_is_held_to_the_canary_as_every_other() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ONES, ONES))
     origin = Origin("template", "", Made(engine, SHA256, 1234))
-    _, socket = play(engine, ATTACH, encode(Ping(canary=True)), STOP, origin=origin)
-    assert only(Pong, socket).canary != only(Attached, socket).canary
+    _, socket = play(engine, ATTACH, encode(Ping(run_selftest=True)), STOP, origin=origin)
+    assert only(Pong, socket).selftest_digest != only(Attached, socket).selftest_digest
 
 
 # --- requests -------------------------------------------------------------------------------------------------
@@ -527,8 +527,8 @@ def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> No
     status, socket = play(fake(sequence(*refusals, ZEROS)), predict(1), predict(2), predict(3), STOP)
     assert status == exits.OK
     assert socket.sent[1:3] == [
-        Failed(1, "INVALID_ARGUMENT", "index out of bounds", leaving=False),
-        Failed(2, "INVALID_ARGUMENT", clip("x" * 10_000), leaving=False),
+        Failed(1, "INVALID_ARGUMENT", "index out of bounds", is_exiting=False),
+        Failed(2, "INVALID_ARGUMENT", clip("x" * 10_000), is_exiting=False),
     ]
     assert only(Result, socket).request == 3
 
@@ -549,7 +549,7 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     status, socket = play(engine, predict(1), *orders, STOP)
     assert status == exits.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, Failed]
-    assert only(Failed, socket) == Failed(1, "INTERNAL", text, leaving=True)
+    assert only(Failed, socket) == Failed(1, "INTERNAL", text, is_exiting=True)
     assert engine.done == ["predict"]
     assert ("Traceback" in caplog.text) != isinstance(error, Spoilt)
 
@@ -576,7 +576,7 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
 def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
     engine = fake(sequence(*[ZEROS] * 4, NotRun("too large"), ONES))
     _, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
-    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", leaving=False)
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "too large", is_exiting=False)
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [2]
     assert engine.done.count("predict") == 6
 
@@ -601,7 +601,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
     assert status == exits.MODEL_CORRUPTED
     failed = only(Failed, socket)
-    assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", True)
+    assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", True)
     assert "for a batch of 3" in failed.error
 
 
@@ -641,7 +641,7 @@ def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_o
     proving = encode(Ping(True))
     _, socket = play(fake(), proving, ATTACH, encode(Ping(False)), proving, STOP)
     pongs = [each for each in socket.sent if isinstance(each, Pong)]
-    assert pongs == [Pong(""), Pong(""), Pong(only(Attached, socket).canary)]
+    assert pongs == [Pong(""), Pong(""), Pong(only(Attached, socket).selftest_digest)]
 
 
 def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
@@ -649,7 +649,7 @@ def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
     status, socket = play(engine, ATTACH, encode(Ping(True)), predict(1), STOP)
     assert status == exits.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, Attached, Broken]
-    assert only(Broken, socket).cause == "predict failed!"
+    assert only(Broken, socket).reason == "predict failed!"
 
 
 @pytest.mark.parametrize(
@@ -672,7 +672,7 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
     status, socket = play(fake(lambda _: {name: output}), predict(1), STOP)
     failed = only(Failed, socket)
     assert error in failed.error
-    assert (failed.code, failed.leaving) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
+    assert (failed.code, failed.is_exiting) == (("INVALID_ARGUMENT", False) if name else ("INTERNAL", True))
     assert status == (exits.OK if name else exits.MODEL_CORRUPTED)
 
 
@@ -780,7 +780,7 @@ def test_one_that_fails_fails_alone(number: int) -> None:
     values = {1: 1.0, 2: 2.0, 3: 3.0, number: -1.0}
     status, socket = play(fake(one), *together(*(of_rows(*each) for each in values.items())), STOP)
     assert status == exits.OK
-    assert only(Failed, socket) == Failed(number, "INVALID_ARGUMENT", "negative", leaving=False)
+    assert only(Failed, socket) == Failed(number, "INVALID_ARGUMENT", "negative", is_exiting=False)
     assert answers(socket) == {each: [2 * value] for each, value in values.items() if each != number}
 
 
@@ -791,7 +791,7 @@ def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_
     status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
     assert status == exits.MODEL_CORRUPTED
     failed = only(Failed, socket)
-    assert (failed.request, failed.leaving, socket.sent[1:]) == (1, True, [failed])
+    assert (failed.request, failed.is_exiting, socket.sent[1:]) == (1, True, [failed])
 
 
 @pytest.mark.parametrize("now", [[ZEROS, ZEROS], [ONES, ONES]], ids=["as before", "spoilt"])
@@ -817,7 +817,7 @@ def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
     _, socket = play(engine, *together(of_rows(1, 5), rows=4), STOP)
     assert (answers(socket), engine.received_inputs[0]["x"].shape) == ({1: [10]}, (4, 3))
     _, socket = play(fake(sequence(InvalidArgument("no"))), *together(of_rows(1, 5), rows=4), STOP)
-    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
+    assert only(Failed, socket) == Failed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
     _, socket = play(fake(sequence(ONES)), *together(of_rows(1, 5), rows=4), STOP)
     assert only(Failed, socket).error == "output y has shape [1, 3] for 4 rows"
 
@@ -859,16 +859,16 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     tmp_path: Path,
 ) -> None:
     engine = fake()
-    build = encode(Build((), rows=8))
+    build = encode(Build((), max_rows=8))
     _, socket = play(engine, build, STOP)
-    rows = only(Built, socket).rows
+    rows = only(Built, socket).row_support
     assert rows is not None
-    assert (rows.inputs, rows.outputs, rows.equal, rows.note) == (("x",), ("y",), True, "")
+    assert (rows.inputs, rows.outputs, rows.is_equal, rows.note) == (("x",), ("y",), True, "")
     # Where answers may differ a little, none is compared.
     _, near = play(fake(), build, STOP, tolerance=0.1, files=Files("/m", str(tmp_path / "store")))
-    assert only(Built, near).rows == dataclasses.replace(rows, digest="")
-    attach = encode(Attach("7", CASES, 8, found=rows))
-    unsure = encode(Attach("7", CASES, 8, found=dataclasses.replace(rows, digest="")))
+    assert only(Built, near).row_support == dataclasses.replace(rows, digest="")
+    attach = encode(Attach("7", CASES, 8, row_support=rows))
+    unsure = encode(Attach("7", CASES, 8, row_support=dataclasses.replace(rows, digest="")))
     job = together(of_rows(1, 1), of_rows(2, 2))
 
     def more_of_many(inputs: Arrays) -> Arrays:
@@ -952,10 +952,10 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_that_they_differ(exact: bool) -> None:
-    rows = Rows(("x",), ("y",), equal=True, compared=8, special=("nan", "negative zero"))
+    rows = Rows(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan", "negative zero"))
     engine = fake()
     parts = [of_rows(number, *values) for number, values in enumerate([(1,), (2, np.nan), (np.inf,), (-0.0,)], 1)]
-    _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact, found=rows)), *together(*parts), STOP)
+    _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact, row_support=rows)), *together(*parts), STOP)
     assert sorted(answers(socket)) == [1, 2, 3, 4]
     asked = [each["x"][:, 0].tolist() for each in engine.received_inputs if len(each["x"]) > 1 or exact][-5:]
     if exact:
@@ -969,9 +969,9 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
 
 def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor, "_MANY_SPECIAL", 2)
-    rows = Rows(("x",), ("y",), equal=True, compared=8, special=("nan",))
+    rows = Rows(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
     job = [encode(Together(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
-    _, socket = play(fake(), encode(Attach("7", CASES, 8, found=rows)), *job, *job, STOP)
+    _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
     told = only(Unequal, socket)
     assert (told.parties, told.note) == ((7,), "many have values that are run alone (nan)")
     assert [each.request for each in socket.sent if isinstance(each, Result)] == [2, 1] * 2
@@ -1024,7 +1024,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
 
     engine = fake(failing)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, STOP)
-    assert (status, only(Broken, socket).cause) == (exits.CANNOT_BUILD, "no")
+    assert (status, only(Broken, socket).reason) == (exits.CANNOT_BUILD, "no")
 
 
 def test_no_job_begins_within_another() -> None:
@@ -1068,7 +1068,7 @@ def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     assert session(connection, fake()).run(SHA256) == exits.OK
     assert [type(each) for each in connection.sent if not isinstance(each, Back)] == [Hello, Result, Failed, Result]
     failed = next(each for each in connection.sent if isinstance(each, Failed))
-    assert (failed.request, failed.code, failed.leaving) == (2, "INTERNAL", False)
+    assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", False)
 
 
 def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
@@ -1088,6 +1088,6 @@ def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_
         assert session(connection, fake()).run(SHA256) == exits.OK
         kinds = {each.request: type(each) for each in connection.sent if isinstance(each, (Result, Failed))}
         assert kinds == {1: Result, 2: Result, 3: Failed if lost else Result}
-        assert next(each.placed for each in connection.sent if isinstance(each, Result)) == (0,)
+        assert next(each.shared_outputs for each in connection.sent if isinstance(each, Result)) == (0,)
         if lost:
             assert os.pread(connection.memory, 12, 64) == (2 * ONES).tobytes()

@@ -303,7 +303,7 @@ class Server:
             self._devices.setdefault(name, Device(name))
         for said in handover.devices:
             device = self._devices.setdefault(said.name, Device(said.name))
-            device.reported_bytes, device.free_bytes = said.capacity, said.free
+            device.reported_bytes, device.free_bytes = said.capacity_bytes, said.free_bytes
             device.capacity_bytes = device.capacity_bytes or device.reported_bytes
         children = [name for record in handover.models for name in record.children]
         entries = [name for record in handover.models for name in record.directories]
@@ -325,7 +325,7 @@ class Server:
     def _apply_accounting(self, now: float) -> None:
         """The tables of tenants are in force."""
         self._counter_registry.keep_only(self._model_registry.models)
-        self._fair_clocks.max_batch_s = self._config.daemon.max_job_s
+        self._fair_clocks.max_batch_s = self._config.daemon.max_batch_seconds
         self._usage_reporter.configure(self._config.daemon.accounting_interval, now)
 
     def _close(self) -> None:

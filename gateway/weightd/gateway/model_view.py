@@ -122,7 +122,7 @@ def _statistics_view(model: ModelMetrics, failures: int) -> View:
         "version": VERSION,
         "last_inference": 0,
         # Of rows where they are known, as Triton counts.
-        "inference_count": round(model.job_rows.sum) or requests["count"],
+        "inference_count": round(model.batch_rows.sum) or requests["count"],
         "execution_count": model.executions,
         "inference_stats": {
             "success": requests,

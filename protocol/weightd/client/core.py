@@ -364,7 +364,7 @@ class ClientCore:
         if call is not None and request is not None:
             description = message.description
             try:
-                if call.lease is None and message.placed is None and description.largest < MIN_SHARED_BYTES:
+                if call.lease is None and message.shared_outputs is None and description.largest < MIN_SHARED_BYTES:
                     outputs: Dict[str, Any] = {}
                     for spec, frame in zip(description.outputs, frames[_TENSOR_FRAMES]):
                         outputs[spec.name] = from_frame(spec, frame)
@@ -377,7 +377,7 @@ class ClientCore:
         elif call is not None:
             call.fail(_unexpected_response(call, message))
         if self.shm_tensors.leases:
-            self.shm_tensors.release(message.id, running=message.running or False)
+            self.shm_tensors.release(message.id, running=message.may_still_write or False)
 
     def _on_unreadable(self, error: RemoteProtocolError) -> None:
         if not error.request_id:
@@ -392,7 +392,7 @@ class ClientCore:
             retry_after_s = None if message.retry_after is None else message.retry_after / 1e6
             if not self.shm_tensors.on_refused(message.id):
                 self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
-            self.shm_tensors.release(message.id, running=message.running or False)
+            self.shm_tensors.release(message.id, running=message.may_still_write or False)
             return
         if isinstance(message, Released):
             self.shm_tensors.release(message.id)

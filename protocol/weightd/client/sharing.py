@@ -217,7 +217,7 @@ class Sharing:
             if remembered is None or remembered[1] is not description:
                 self._remember_outputs(request, description)
         outputs: Dict[str, Any] = {}
-        shared_positions, remaining_frames = response.placed or (), iter(frames)
+        shared_positions, remaining_frames = response.shared_outputs or (), iter(frames)
         buffers, out = (_EMPTY, _EMPTY) if lease is None else (lease.output_buffers, lease.out)
         for index, spec in enumerate(description.outputs):
             name = spec.name
@@ -227,7 +227,7 @@ class Sharing:
                 raise InvalidArgument("an output is said to be where no room was offered")
             else:
                 array = from_memory(spec, buffers[index].array)
-                if response.running:
+                if response.may_still_write:
                     array = array.copy()
                 array.flags.writeable = False
             outputs[name] = _fill_output(name, out[name], array) if name in out else array

@@ -109,7 +109,7 @@ def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_event
         missed += answer.missed
         some = some or bool(answer.events)
         after = answer.last
-        if not answer.more:
+        if not answer.remaining:
             return Told(events, after, missed, some)
 
 

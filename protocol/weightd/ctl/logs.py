@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         if options.process and not answer.logs:
             raise _no_log(options.process, client.logs(options.model, lines=1))
     if options.json:
-        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.left_out}))
+        print(json.dumps({"logs": [dataclasses.asdict(each) for each in answer.logs], "left_out": answer.omitted}))
     else:
         print("\n".join(_lines_of(answer)))
     return exits.OK
@@ -66,15 +66,15 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
 def _no_log(process: str, answer: LogsResponse) -> NotFound:
     """Return the error for a process that has no log, with those that have one."""
     available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
-    more = f" and {answer.left_out:,} more" if answer.left_out else ""
+    more = f" and {answer.omitted:,} more" if answer.omitted else ""
     return NotFound(f"no process {process!r} with a log; there are: {available}{more}")
 
 
 def _lines_of(answer: LogsResponse) -> Iterator[str]:
     if not answer.logs:
         yield "no process has a log"
-    if answer.left_out:
-        yield f"{count(answer.left_out, 'process')} more that wrote before: --process shows one"
+    if answer.omitted:
+        yield f"{count(answer.omitted, 'process')} more that wrote before: --process shows one"
     for each in answer.logs:
         yield _heading(each)
         for line in each.text.splitlines():
@@ -82,7 +82,7 @@ def _lines_of(answer: LogsResponse) -> Iterator[str]:
 
 
 def _heading(log: LogTail) -> str:
-    extent = f"{log.size:,} bytes, the last at {local_time(log.changed)}" if log.size else "nothing"
+    extent = f"{log.size:,} bytes, the last at {local_time(log.changed_at)}" if log.size else "nothing"
     return f"{clean(log.process)}: {extent}"
 
 

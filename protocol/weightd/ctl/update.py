@@ -139,9 +139,9 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     numbers = ", ".join(map(str, response.generations))
     weights = f" with {clean(response.weights)}" if response.weights else ""
     print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
-    if weights or response.path != response.configured:
+    if weights or response.path != response.configured_path:
         print(
-            f"  a start that has to load it anew goes back to {clean(response.configured)}: so says the configuration"
+            f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the configuration"
         )
     return exits.OK
 

@@ -135,7 +135,7 @@ _TEXT_PREFIXES = [bytes([_SHORT_TEXT + size]) for size in range(_SHORT_BYTES)]
 
 
 def _write_predict(message: Predict) -> Optional[bytes]:
-    number, regions, step, member = message.request, message.regions, message.step, message.member
+    number, regions, step, member = message.request, message.regions, message.step, message.model_index
     if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
     if step or member or type(step) is not int or type(member) is not int:
@@ -147,7 +147,7 @@ def _write_predict(message: Predict) -> Optional[bytes]:
 
 
 def _write_result(message: Result) -> Optional[bytes]:
-    number, placed = message.request, message.placed
+    number, placed = message.request, message.shared_outputs
     if type(number) is not int or not _MIN_NUMBER <= number <= limits.MAX_COUNT:
         return None
     if placed is None:
@@ -157,8 +157,8 @@ def _write_result(message: Result) -> Optional[bytes]:
 
 
 def _write_response(message: InferResponse) -> Optional[bytes]:
-    text, placed = message.id, message.placed
-    if type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES or message.running is not None:
+    text, placed = message.id, message.shared_outputs
+    if type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES or message.may_still_write is not None:
         return None
     if placed is None:
         return _RESPONSE_PREFIX + _TEXT_PREFIXES[len(text)] + text.encode()

@@ -25,12 +25,12 @@ class Meeting(NamedTuple):
 
     rank: int
     size: int
-    connect_timeout: int
-    exec_timeout: int
-    reply: Optional[int] = None
+    connect_timeout_s: int
+    exec_timeout_s: int
+    reply_rank: Optional[int] = None
     host: str = "127.0.0.1"
     port: int = 0
-    table: str = ""
+    rank_table: str = ""
     group_info: str = ""
     buffer_mib: int = 0
     cores: str = ""
@@ -38,7 +38,7 @@ class Meeting(NamedTuple):
     @property
     def has_outputs(self) -> bool:
         """Whether this rank has an answer to give, or a part of one."""
-        return self.reply in (None, self.rank)
+        return self.reply_rank in (None, self.rank)
 
     def json(self) -> str:
         """Return it as text."""

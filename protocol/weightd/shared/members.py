@@ -19,7 +19,7 @@ class Member(NamedTuple):
     """
 
     model: str
-    pinned: str = ""
+    pinned_identity: str = ""
     options: str = "{}"
     sample: str = ""
     tolerance: float = 0.0
@@ -33,13 +33,13 @@ class Members(NamedTuple):
         models: which they are.
     """
 
-    share: str
+    sharing: str
     models: Tuple[Member, ...]
 
     def json(self) -> str:
         """Return it as text."""
         models: List[Dict[str, Any]] = [each._asdict() for each in self.models]
-        return json.dumps({"share": self.share, "models": models}, separators=(",", ":"))
+        return json.dumps({"share": self.sharing, "models": models}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Members:

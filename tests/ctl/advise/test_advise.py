@@ -133,7 +133,7 @@ def gains(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
     return answers(infer, x + (len(x) == 3))
 
 
-GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), rows="none share a predict", max_rows=1)
+GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), batching_note="none share a predict", max_rows=1)
 
 
 def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemon) -> None:

@@ -54,7 +54,7 @@ def test_a_table_names_cards_as_the_host_does(
 def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> None:
     files = GenerationFiles(tmp_path / "m.1")
     files.create(table)
-    told = Meeting(0, 2, 120, 68, table="/given.json")
+    told = Meeting(0, 2, 120, 68, rank_table="/given.json")
     program = Program("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
     argv = launch.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
     expected = told._replace(table=str(files.rank_table)) if table else told

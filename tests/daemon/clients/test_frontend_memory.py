@@ -156,7 +156,7 @@ def test_a_request_names_places_and_its_answer_what_was_written(world: World) ->
     request.may_still_write = True
     described = ResponseDescription("m", (X,))
     world.frontend.reply_result(request, Result(1, described, (0,)), ())
-    assert world.hear(client) == InferResponse("1", described, (0,), running=True)
+    assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
     world.frontend.notify_released(request)
     assert world.hear(client) == Released("1")
 
@@ -169,7 +169,7 @@ def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
     for running in (True, None):
         request.may_still_write = bool(running)
         world.frontend.reply_request_error(request, InvalidArgument("x"))
-        assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", running=running)
+        assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
 
 
 @pytest.mark.parametrize("user", ["uid 1", "uid 2"])

@@ -453,7 +453,7 @@ def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPa
     text = toml("daemon", {"runtime_dir": "run", "cache_dir": "cache"}) + toml("models.m", paths)
     config = loaded(file, text + toml("models.m.mindspore_lite", {"config_file": "acl.ini"}))
     model, daemon = config.models["m"], config.daemon
-    there = [model.path, model.python, model.canary, model.mindspore_lite.config_file]
+    there = [model.path, model.python, model.selftest, model.mindspore_lite.config_file]
     there += [daemon.runtime_dir, daemon.cache_dir]
     relative = ["~a.mindir", "venv/bin/python", "a/s.npz", "acl.ini", "run", "cache"]
     assert there == [str(file.parent / each) for each in relative]
@@ -702,10 +702,10 @@ def test_how_many_rows_are_tested(file: Path) -> None:
     ],
 )
 def test_a_canary_is_a_word_a_file_or_shapes(file: Path, given: str, expected: object) -> None:
-    assert loaded(file, MODEL + f"canary = {given}\n").models["m"].canary == expected
+    assert loaded(file, MODEL + f"canary = {given}\n").models["m"].selftest == expected
 
 
 def test_on_a_card_weights_are_shared_with_a_canary_alone(file: Path) -> None:
     card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\ncanary = "off"\n'
     assert refusal(file, card).startswith("models.m.canary: on a card nothing else shows ")
-    assert loaded(file, card + 'sharing = "off"\n').models["m"].canary == "off"
+    assert loaded(file, card + 'sharing = "off"\n').models["m"].selftest == "off"

@@ -31,18 +31,18 @@ GENERATION = GenerationRecord(
     number=12,
     source=3,
     device="ascend:0",
-    sharing=True,
+    is_sharing=True,
     sha256=SHA,
-    access="frozen",
-    closed="a löwly reason\n",
+    attach_state="frozen",
+    attach_closed_reason="a löwly reason\n",
     process_bytes=2**40,
-    serial=7,
+    started_workers=7,
     built=Built("12345", (X,), (X, X), ({"x": (2,)},), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
     children=(
         ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note", "ascend:0"),
         ChildRecord("m.12.w7", "worker", HELLO, 0, "", "ascend:0"),
     ),
-    seal=SealRecord(2**33, 1_700_000_000_000_000_001),
+    store_fingerprint=SealRecord(2**33, 1_700_000_000_000_000_001),
 )
 OTHER = dataclasses.replace(GENERATION, device="ascend:1", access="open", closed="", children=(), seal=None)
 MODEL = ModelRecord(
@@ -62,7 +62,7 @@ MODEL = ModelRecord(
     ),
     source=3,
     previous=2,
-    made=(12, 4),
+    last_ids=(12, 4),
     sources=(
         SourceRecord(3, "/new.mindir", "/w.npz", "/cache/m.v3.snapshot/model/new.mindir", "/cache/w.npz", SHA, 2**33),
         SourceRecord(2, "/old.mindir", "", "/cache/m.v2.snapshot/model/old.mindir", "", SHA, 1, "/s.npz", "known"),

@@ -118,7 +118,7 @@ class Group:
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.unit.on_process_failed(name, Broken(cause, no_room=no_room), self.now)
+        self.unit.on_process_failed(name, Broken(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def leaves(self, name: str, why: str = "") -> list[Action]:

@@ -62,7 +62,7 @@ def stop(name: str) -> Action:
 
 
 def attach(name: str, handle: str = BUILT.handle) -> Action:
-    return Send(name, Attach(handle, BUILT.canary_cases))
+    return Send(name, Attach(handle, BUILT.selftest_cases))
 
 
 def allow(name: str) -> Action:
@@ -115,7 +115,7 @@ class Life:
         return self.wanted()
 
     def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.generation.on_process_failed(name, Broken(cause, no_room=no_room), self.now)
+        self.generation.on_process_failed(name, Broken(cause, is_out_of_memory=no_room), self.now)
         return self.wanted()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:

@@ -137,7 +137,7 @@ def test_of_rows_that_need_not_be_exact_it_is_a_loss_only_if_there_are_none(
     caplog: pytest.LogCaptureFixture, outputs: str, exact: bool, level: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    rows = Rows(("x",), tuple(outputs), equal=False, note="why not")
+    rows = Rows(("x",), tuple(outputs), is_equal=False, note="why not")
     Teller("m.1", 1).log_row_test(replace(BUILT, rows=rows), is_exact=exact)
     assert [each.levelname for each in caplog.records] == [level]
 

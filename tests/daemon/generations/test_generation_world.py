@@ -183,7 +183,7 @@ class World(RuleBasedStateMachine):
             case Built():
                 if name in self.processes:
                     # Nobody attaches to weights without one, where that would write them.
-                    self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.canary
+                    self.processes[name].said_broken |= self.traits.attach_rewrites_weights and not message.selftest_digest
                     self.processes[name].said_broken |= message.is_template and not self.forks
                 self.generation.on_holder_built(name, message, self.now)
             case Attached():
@@ -214,7 +214,7 @@ class World(RuleBasedStateMachine):
             self.say(name, self.hello(name))
         elif process.orders:
             match process.orders.pop(0):
-                case Build(search=True):
+                case Build(search_selftest=True):
                     self.say(name, Probing(TRIED, ()))
                 case Build() | Probe():
                     self.say(name, self.built)
@@ -279,7 +279,7 @@ class World(RuleBasedStateMachine):
             Attached("canary", 1),
             Attached("wrong", 1),
             Broken("cannot"),
-            Broken("no room", no_room=True),
+            Broken("no room", is_out_of_memory=True),
             None,
         ]
         self.say(name, data.draw(st.sampled_from(says)))
@@ -364,7 +364,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def nobody_attaches_unproved_to_weights_that_an_attach_rewrites(self) -> None:
         built = self.generation.built
-        assert built is None or built.canary or not self.traits.attach_rewrites_weights
+        assert built is None or built.selftest_digest or not self.traits.attach_rewrites_weights
 
     @invariant()
     def nobody_answers_from_weights_that_are_gone(self) -> None:

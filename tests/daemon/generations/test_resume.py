@@ -79,9 +79,9 @@ def test_what_serves_is_written_down() -> None:
     life = Life().serving()
     written = record_generation(life.generation, SEAL)
     assert written is not None
-    assert (written.number, written.source, written.device, written.sharing) == (7, 3, "ascend:0", True)
-    assert (written.sha256, written.built, written.seal, written.serial) == (SHA, BUILT, SEAL, 2)
-    assert (written.access, written.closed) == ("open", "")
+    assert (written.number, written.source, written.device, written.is_sharing) == (7, 3, "ascend:0", True)
+    assert (written.sha256, written.built, written.store_fingerprint, written.started_workers) == (SHA, BUILT, SEAL, 2)
+    assert (written.attach_state, written.attach_closed_reason) == ("open", "")
     told = [(each.name, each.role, each.shared_bytes, each.note) for each in written.children]
     workers = [(name, "worker", 4000, "another note") for name in (W1, W2)]
     assert told == [(HOLDER, "holder", 4096, ""), *workers]
@@ -115,7 +115,7 @@ def test_where_nothing_is_shared_workers_come_and_go_without_a_holder(traits: Tr
     life.attached(W1)
     written = record_generation(life.generation, SEAL)
     assert written is not None
-    assert (written.sharing, [each.name for each in written.children]) == (sharing, [W1])
+    assert (written.is_sharing, [each.name for each in written.children]) == (sharing, [W1])
     assert life.resumed().back(W1) == [Enlist(W1)]
     assert (life.generation.is_complete, life.generation.attach_control.can_trust_answers(lambda _: False)) == (True, True)
     assert life.replaced(W1, by=W2) == [attach(W2, "")]

@@ -60,7 +60,7 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
     search.try_(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
     assert (generation.state, generation.deaths, generation.retry_hint) == (GenerationState.GATHERING, 0, Outlook.SAME_FAILURE)
-    assert search.begin(HOLDER2) == Build((pid(W1),), unfit=(x(1), x(2)))
+    assert search.begin(HOLDER2) == Build((pid(W1),), unfit_cases=(x(1), x(2)))
     search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, canary_cases=(x(32),)), HOLDER2)
     assert (generation.state, generation.selftest_description) == (GenerationState.ATTACHING, "x [1, 32]")
@@ -73,7 +73,7 @@ def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
     search.try_(x(1))
     assert holder(HOLDER2) not in search.broken(HOLDER, "it does not run on the canary")
     assert search.exits(HOLDER) == [holder(HOLDER2)]
-    assert search.begin(HOLDER2).unfit == (x(1),)
+    assert search.begin(HOLDER2).unfit_cases == (x(1),)
 
 
 @pytest.mark.parametrize("tries", [[], [(x(1),), ()]])
@@ -99,7 +99,7 @@ def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(ca
     assert search.generation.deaths == 2
     if canary.should_search:
         assert again == [holder(HOLDER3)]
-        assert search.begin(HOLDER3).unfit == (x(7),)
+        assert search.begin(HOLDER3).unfit_cases == (x(7),)
     else:
         # The deployment waits, and loads it anew.
         assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.MAY_SUCCEED)
@@ -109,11 +109,11 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
     search = Search()
     *dying, last = [HOLDER, *(f"{HOLDER}{number}" for number in range(2, MAX_HOLDER_DEATHS + 2))]
     for size, name in enumerate(dying, 1):
-        assert search.begin(name).search
+        assert search.begin(name).search_selftest
         search.try_(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
         search.exits(name, end=SEGV)
     order = search.begin(last)
-    assert (order.search, order.canary_cases, len(order.unfit)) == (False, (), MAX_HOLDER_DEATHS)
+    assert (order.search_selftest, order.selftest_cases, len(order.unfit_cases)) == (False, (), MAX_HOLDER_DEATHS)
     search.built(replace(BUILT, canary="", canary_cases=(), canary_note="the search was given up"), last)
     assert (search.state, search.generation.selftest_description) == (GenerationState.ATTACHING, "none: the search was given up")
     # The next generation does not begin anew.
@@ -126,7 +126,7 @@ def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
     many = tuple(map(x, range(limits.MAX_SELFTEST_UNFIT_CASES)))
     search.try_(x(99), unfit=many)
     search.exits(HOLDER, end=SEGV)
-    assert search.begin(HOLDER2) == Build((pid(W1),), search=False, unfit=many)
+    assert search.begin(HOLDER2) == Build((pid(W1),), search_selftest=False, unfit_cases=many)
 
 
 def test_one_that_takes_too_long_ends_the_search() -> None:
@@ -138,14 +138,14 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
     search.now += ABORT_TIMEOUT_S
     assert holder(HOLDER2) in search.exits(HOLDER, end=End(-signal.SIGABRT))
     order = search.begin(HOLDER2)
-    assert (order.search, order.unfit) == (False, (x(1),))
+    assert (order.search_selftest, order.unfit_cases) == (False, (x(1),))
 
 
 @pytest.mark.parametrize("end", [SEGV, End(3)])
 def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: End) -> None:
     search = Search(Canary(should_search=False, cases=(x(7),)))
     order = search.begin()
-    assert (order.search, order.canary_cases) == (False, (x(7),))
+    assert (order.search_selftest, order.selftest_cases) == (False, (x(7),))
     search.try_(x(7))
     search.exits(HOLDER, end=end)
     assert (search.state, search.generation.retry_hint) == (GenerationState.FAILED, Outlook.SAME_FAILURE)
@@ -160,7 +160,7 @@ def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: E
         search.try_(*cases)
     assert search.exits(HOLDER, end=end) == [holder(HOLDER2)]
     order = search.begin(HOLDER2)
-    assert (order.search, order.canary_cases, order.unfit) == (False, (x(7),), (x(4),))
+    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (False, (x(7),), (x(4),))
     search.try_(x(7), holder=HOLDER2)
     search.exits(HOLDER2, end=end)
     assert search.state is GenerationState.FAILED
@@ -170,7 +170,7 @@ def test_what_an_earlier_generation_has_found_comes_first() -> None:
     known = Canary(cases=(x(48), x(96)), failed_cases=(x(1),))
     search = Search(known=known)
     order = search.begin()
-    assert (order.search, order.canary_cases, order.unfit) == (True, known.cases, known.failed_cases)
+    assert (order.search_selftest, order.selftest_cases, order.unfit_cases) == (True, known.cases, known.failed_cases)
     search.try_(*known.cases, unfit=known.failed_cases)
     search.exits(HOLDER, end=SEGV)
     assert search.begin(HOLDER2) == replace(order, canary_cases=(), unfit=(x(1), x(48), x(96)))

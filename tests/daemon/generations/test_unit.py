@@ -94,7 +94,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     built = group.unit.built
     # Whether it is a drop-in is known before it serves; whether it computes rightly is not.
     assert built is not None
-    assert (built.inputs, built.outputs, built.canary, group.unit.selftest_description) == (
+    assert (built.inputs, built.outputs, built.selftest_digest, group.unit.selftest_description) == (
         (X, other),
         (Y,),
         "",
@@ -105,7 +105,7 @@ def test_what_it_has_built_is_what_its_ranks_say() -> None:
     group.warmed(R1, warmed=replace(WARMED, rows=found))
     built = group.unit.built
     assert built is not None
-    assert (built.inputs, built.canary_cases, built.canary, built.rows) == ((X, other), CASES, "canary", found)
+    assert (built.inputs, built.selftest_cases, built.selftest_digest, built.row_support) == ((X, other), CASES, "canary", found)
     assert (built.handle, built.shared_bytes, group.unit.selftest_description) == ("", 0, "x [1, 4]")
     assert group.unit.models == (built,)
 
@@ -504,9 +504,9 @@ def test_one_process_serves_several_models() -> None:
     assert group.entered(R0, entered=MEMBERS) == sends(WARM, R0)
     assert group.warmed(R0, warmed=Warmed("", (), members=(Proof("one", CASES), Proof("", ())))) == [Enlist(SEAT)]
     one, other = group.unit.models
-    assert (one.inputs, one.outputs, one.canary, one.canary_cases) == ((X,), (Y,), "one", CASES)
-    assert (other.inputs, other.outputs, other.canary, other.canary_cases) == ((Y,), (X,), "", ())
-    assert other.canary_note == "none was configured"
+    assert (one.inputs, one.outputs, one.selftest_digest, one.selftest_cases) == ((X,), (Y,), "one", CASES)
+    assert (other.inputs, other.outputs, other.selftest_digest, other.selftest_cases) == ((Y,), (X,), "", ())
+    assert other.selftest_note == "none was configured"
     assert (group.unit.built, group.unit.slots) == (one, {SEAT: (R0,)})
     models = group.unit.models
     group.resumed()

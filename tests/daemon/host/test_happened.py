@@ -33,7 +33,7 @@ def pages(happened: Happened, after: int = 0, model: str = "", limit: int = limi
         told += answer.events
         assert answer.last >= after
         after = answer.last
-        if not answer.more:
+        if not answer.remaining:
             return told
 
 
@@ -83,7 +83,7 @@ def test_pages_tell_what_is_kept_of_a_model_once_and_in_order(
     assert pages(happened, limit=limit) == kept
     assert pages(happened, model="m", limit=limit) == [each for each in kept if each.model == "m"]
     answer = happened.query(Events("1"))
-    assert answer.more == 0
+    assert answer.remaining == 0
     assert answer.missed + len(kept) == len(logged)
     assert happened.query(Events("1", answer.last)).events == ()
 
@@ -129,7 +129,7 @@ def test_what_is_kept_is_bounded_in_bytes_and_an_answer_fits_in_a_header() -> No
     kept = pages(happened)
     assert 300 < len(kept) < 500_000 / 1024
     answer = happened.query(Events("1" * limits.MAX_ID_BYTES))
-    assert answer.more == len(kept) - len(answer.events)
+    assert answer.remaining == len(kept) - len(answer.events)
     assert sum(map(len, encode(answer))) <= limits.MAX_HEADER_BYTES
 
 

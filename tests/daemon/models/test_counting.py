@@ -19,7 +19,7 @@ from .fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, W2, W3, Stage
 from .test_household import P1, P2, Home
 from .test_ranks import Cut
 
-EQUAL = Rows(("x",), ("y",), equal=True)
+EQUAL = Rows(("x",), ("y",), is_equal=True)
 
 
 def counted(meter: Meter) -> tuple[int, int, int, int]:
@@ -43,7 +43,7 @@ def test_how_long_requests_take_wait_and_run() -> None:
     assert meter.rows.count == 0
     # One that fails is no answer.
     [third] = stage.some(1)
-    stage.says(W1, Failed(third, "INTERNAL", "predict failed", leaving=False))
+    stage.says(W1, Failed(third, "INTERNAL", "predict failed", is_exiting=False))
     assert (meter.requests.count, meter.compute.count) == (2, 3)
 
 
@@ -73,7 +73,7 @@ def test_deaths_and_what_is_started_in_the_place_of_the_dead() -> None:
     assert counted(meter) == (1, 1, 0, 0)
     # One that goes by its own word is no death, and is replaced.
     [asked] = stage.some(1)
-    stage.says(W2, Failed(asked, "INTERNAL", "predict failed", leaving=True))
+    stage.says(W2, Failed(asked, "INTERNAL", "predict failed", is_exiting=True))
     stage.passes(1.0)
     assert counted(meter) == (1, 2, 0, 0)
 
@@ -105,7 +105,7 @@ def test_a_worker_that_does_not_reproduce_the_canary() -> None:
     stage.says(W2, ATTACHED)
     stage.passes(100.0)
     assert W2 in [name for name, _ in stage.host.told(Ping)]
-    stage.says(W2, Pong(canary="another"))
+    stage.says(W2, Pong(selftest_digest="another"))
     assert counted(meter)[2] == 2
 
 

@@ -112,7 +112,7 @@ class Life:
     def cannot(self, label: str, cause: str, *, no_room: bool = False) -> Life:
         """Everybody says hello, and the holder cannot build."""
         self.greets(label)
-        self.there[label].on_process_failed(f"{label}.holder", Broken(cause, no_room=no_room), self.now)
+        self.there[label].on_process_failed(f"{label}.holder", Broken(cause, is_out_of_memory=no_room), self.now)
         return self.settled()
 
     def attaches(self, *names: str) -> Life:

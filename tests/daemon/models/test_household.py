@@ -100,7 +100,7 @@ class Home:
 
     def given(self) -> list[tuple[str, int, int]]:
         """Who was given which request since the last time, for which of the models."""
-        there = [(name, order.request, order.member) for name, order in self.host.orders if isinstance(order, Predict)]
+        there = [(name, order.request, order.model_index) for name, order in self.host.orders if isinstance(order, Predict)]
         self.host.orders = [each for each in self.host.orders if not isinstance(each[1], Predict)]
         return there
 
@@ -138,7 +138,7 @@ def _breaks(home: Home, running: int) -> None:
 
 
 def _fails(home: Home, running: int) -> None:
-    home.says(P1, Failed(running, "INTERNAL", "predict failed", leaving=True))
+    home.says(P1, Failed(running, "INTERNAL", "predict failed", is_exiting=True))
     home.ends(P1, End(-signal.SIGKILL, initiator=By.DAEMON))
 
 

@@ -85,7 +85,7 @@ EXACT, ANYWAY = Batching(8), Batching(8, exact=False)
 def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
     before: Batching, changed: dict[str, Any], most: int | None
 ) -> None:
-    rows = Rows(("x",), ("y",), equal=True)
+    rows = Rows(("x",), ("y",), is_equal=True)
     stage = Stage(workers=1, batching=before).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     config = dataclasses.replace(stage.model.config, **changed)
     assert stage.model.reconfigure(config) == (most is not None)
@@ -101,7 +101,7 @@ def test_other_requests_go_together_without_a_load_as_far_as_that_was_tested(
 def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -> None:
     stage = Stage(workers=1, batching=Batching(8), split=Split(4)).pinned()
     built = dataclasses.replace(BUILT, inputs=(*BUILT.inputs, TensorSignature("s", "FP32", (3,))))
-    stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), equal=True)))
+    stage.loads(1, dataclasses.replace(built, rows=Rows(("x",), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
@@ -118,7 +118,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
     stage = Stage(workers=1, split=Split(4, exact=exact)).pinned()
     long = dataclasses.replace(BUILT.inputs[0], shape=(-1, -1))
     built = dataclasses.replace(BUILT, inputs=(long,), canary_cases=({long.name: (1, 16)},))
-    stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), equal=True)))
+    stage.loads(1, dataclasses.replace(built, rows=Rows((long.name,), ("y",), is_equal=True)))
     seat = stage.model.dispatcher.scheduler.slots.slot_of(W1)
     assert seat is not None
     asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
@@ -129,7 +129,7 @@ def test_where_it_has_to_be_exact_only_requests_of_dimensions_that_were_tested_r
 
 def test_other_bounds_for_rows_hold_at_once() -> None:
     stage = Stage(workers=1, split=Split(5)).pinned()
-    stage.loads(1, dataclasses.replace(BUILT, rows=Rows(("x",), ("y",), equal=True)))
+    stage.loads(1, dataclasses.replace(BUILT, rows=Rows(("x",), ("y",), is_equal=True)))
     for most in (8, 4, 5):  # of which the request has 5
         config = dataclasses.replace(stage.model.config, split=Split(4, max_rows=most))
         assert stage.model.reconfigure(config)
@@ -222,7 +222,7 @@ def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wa
 def test_a_client_is_told_whether_answers_may_depend_on_what_runs_beside_them(
     batching: Batching, equal: bool | None, exact: bool | None
 ) -> None:
-    rows = None if equal is None else Rows(("x",), ("y",), equal=equal)
+    rows = None if equal is None else Rows(("x",), ("y",), is_equal=equal)
     stage = Stage(workers=1, batching=batching).pinned().loads(1, dataclasses.replace(BUILT, rows=rows))
     stage.model.request_metadata(Waiter(b"a", "1"))
     assert [told.exact for _, told in stage.host.metadata] == [exact]
@@ -238,7 +238,7 @@ def test_an_answer_goes_to_who_asked_once_and_is_counted(stranger: str) -> None:
     [number] = stage.submit(asked)
     assert (stage.host.predicts(), stage.host.frames) == ([(W1, number)], [*asked.frames])
     stage.now += 0.25
-    stage.answers(stranger, number).says(stranger, Failed(number, "INTERNAL", "x", leaving=False))
+    stage.answers(stranger, number).says(stranger, Failed(number, "INTERNAL", "x", is_exiting=False))
     stage.says(W1, Result(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (stage.host.answers, stage.host.answered, stage.host.refused()) == ([number], [((OUT,), (b"answer",))], [])
     desk = stage.model.dispatcher
@@ -250,9 +250,9 @@ def test_a_predict_that_fails_costs_nobody_else_and_who_is_spoilt_leaves_what_it
     stage = Stage().serving()
     one, two, three, four, five, six = stage.some(6)
     assert stage.host.predicts() == [(W1, one), (W2, two), (W1, three), (W2, four)]
-    stage.says(W1, Failed(one, "INVALID_ARGUMENT", "out of range", leaving=False))
+    stage.says(W1, Failed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
     assert stage.host.predicts() == [(W1, five)]
-    stage.says(W1, Failed(three, "INTERNAL", "spoilt", leaving=True))
+    stage.says(W1, Failed(three, "INTERNAL", "spoilt", is_exiting=True))
     assert stage.host.refusals == [(one, "INVALID_ARGUMENT", "out of range"), (three, "INTERNAL", "spoilt")]
     assert stage.host.told(Stop) == [(W1, Stop())]
     assert stage.host.spawned[-1] == W3
@@ -312,7 +312,7 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
     assert (host.predicts(), host.updated) == ([(W1, first), (W2, second)], [])
     stage.says("digits.2.w2", ATTACHED)
     path = "/models/digits.onnx"
-    assert host.updated == [UpdateResponse("u", "digits", (2,), path, "/w.npz", configured=path)]
+    assert host.updated == [UpdateResponse("u", "digits", (2,), path, "/w.npz", configured_path=path)]
     assert stage.model.source == host.pinned[1]
     # From now on requests go there; what the old ones have they may finish.
     [third] = stage.some(1)

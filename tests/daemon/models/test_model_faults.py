@@ -123,7 +123,7 @@ PINGED: dict[str, tuple[Event, list[str]]] = {
     "idle": (lambda stage: stage, [W1, W2]),
     "computes": (lambda stage: stage.some(1), [W2]),
     "dead": (lambda stage: stage.dies(W1, signal.SIGKILL), [W2]),
-    "answered": (lambda stage: stage.says(W1, Failed(stage.some(1)[0], "INTERNAL", "", leaving=False)), [W2]),
+    "answered": (lambda stage: stage.says(W1, Failed(stage.some(1)[0], "INTERNAL", "", is_exiting=False)), [W2]),
 }
 
 
@@ -133,7 +133,7 @@ def test_idle_workers_are_pinged_and_those_that_do_not_answer_are_replaced(happe
     stage.now += 10.0
     happens(stage)
     stage.passes(5.0)
-    assert stage.host.told(Ping) == [(each, Ping(canary=False)) for each in pinged]
+    assert stage.host.told(Ping) == [(each, Ping(run_selftest=False)) for each in pinged]
     stage.says(W1, Pong()).passes(15.0)
     assert stage.host.aborted == [W2]
 
@@ -153,7 +153,7 @@ def test_workers_prove_themselves_as_often_as_it_is_asked_for() -> None:
     stage = Stage(canary_interval=10.0).serving()
     [number] = stage.some(1)
     stage.passes(10.0)
-    assert stage.host.told(Ping) == [(W1, Ping(canary=True)), (W2, Ping(canary=True))]
+    assert stage.host.told(Ping) == [(W1, Ping(run_selftest=True)), (W2, Ping(run_selftest=True))]
     # Two predicts may be in front of it, and it is the third.
     stage.says(W2, Pong("canary")).answers(W1, number)
     stage.passes(179.9)
@@ -204,8 +204,8 @@ def test_what_is_computed_on_lost_weights_is_dropped_and_run_again_without_blame
         stage.now += 60.0
         # The kernel knows; the model is told later.
         stage.host.dead.add(holder)
-        stage.says(worker, Failed(number, "INTERNAL", "spoilt", leaving=True))
-        stage.says(worker, Failed(number, "INVALID_ARGUMENT", "no such batch", leaving=False))
+        stage.says(worker, Failed(number, "INTERNAL", "spoilt", is_exiting=True))
+        stage.says(worker, Failed(number, "INVALID_ARGUMENT", "no such batch", is_exiting=False))
         if told_first == "holder":
             stage.dies(holder).answers(worker, number)
             assert stage.host.killed[-1] == worker
@@ -344,7 +344,7 @@ def test_who_is_confined_runs_as_soon_as_the_one_before_it_is_answered() -> None
 
 
 LOSSES: dict[str, Loss] = {
-    "spoilt": lambda stage, worker, number: stage.says(worker, Failed(number, "INTERNAL", "x", leaving=True)),
+    "spoilt": lambda stage, worker, number: stage.says(worker, Failed(number, "INTERNAL", "x", is_exiting=True)),
     "dead": lambda stage, worker, number: stage.dies(worker),
     "hung": lambda stage, worker, number: stage.passes(1060.0 - stage.now),
 }

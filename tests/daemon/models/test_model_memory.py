@@ -42,8 +42,8 @@ def test_a_worker_is_told_where_and_given_the_memory() -> None:
 
 ENDS: dict[str, Callable[[Stage, int], object]] = {
     "answers": lambda stage, number: stage.answers(W1, number),
-    "fails": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", leaving=False)),
-    "fails and leaves": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", leaving=True)),
+    "fails": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=False)),
+    "fails and leaves": lambda stage, number: stage.says(W1, Failed(number, "INTERNAL", "x", is_exiting=True)),
     "dies": lambda stage, number: stage.dies(W1),
 }
 

@@ -519,7 +519,7 @@ class ModelWorld(RuleBasedStateMachine):
                 if data.draw(st.booleans()):
                     self.says(process, Allowed("no pids after the build"))
             case Predict(number, _):
-                self.says(process, Failed(number, "INTERNAL", "spoilt", leaving=data.draw(st.booleans())))
+                self.says(process, Failed(number, "INTERNAL", "spoilt", is_exiting=data.draw(st.booleans())))
             case _:
                 process.orders.insert(0, order)
 
@@ -602,7 +602,7 @@ class ModelWorld(RuleBasedStateMachine):
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
         self.devices = {name: Device(name, each.capacity_bytes, each.max_processes) for name, each in self.devices.items()}
-        self.model = Model("m", self.config, self.devices, self, self, Numbers(record.made))
+        self.model = Model("m", self.config, self.devices, self, self, Numbers(record.last_ids))
         self.model.resume(record, self.now)
 
     @precondition(lambda self: len(self.names) > 12)

@@ -150,7 +150,7 @@ def test_all_ranks_are_started_each_with_its_slice_and_all_with_the_same_table()
     assert [(each.model, each.device, each.snapshot_identity) for each in programs] == [
         (f"/snapshots/1/{rank}", f"ascend:{rank}", f"known{rank}:{digest(1, rank)}") for rank in range(2)
     ]
-    assert [each.rendezvous and (each.rendezvous.rank, each.rendezvous.reply, each.rendezvous.port) for each in programs] == [
+    assert [each.rendezvous and (each.rendezvous.rank, each.rendezvous.reply_rank, each.rendezvous.port) for each in programs] == [
         (0, 1, 0),
         (1, 1, 0),
     ]
@@ -197,7 +197,7 @@ def _breaks(stage: Cut, asked: int) -> None:
 
 
 def _fails(stage: Cut, asked: int) -> None:
-    stage.says(R0, Failed(asked, "INTERNAL", "predict failed", leaving=True))
+    stage.says(R0, Failed(asked, "INTERNAL", "predict failed", is_exiting=True))
 
 
 def _tells_what_it_was_not_asked(stage: Cut, asked: int) -> None:
@@ -257,7 +257,7 @@ def test_what_all_refuse_is_its_requests_error() -> None:
     stage = Cut().serving()
     asked = stage.asks()
     for name in (R0, R1):
-        stage.says(name, Failed(asked, "INVALID_ARGUMENT", "x: no such shape", leaving=False))
+        stage.says(name, Failed(asked, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
     assert stage.host.refused() == [(asked, "INVALID_ARGUMENT")]
     assert (stage.model.is_serving, stage.host.killed) == (True, [])
 
@@ -269,7 +269,7 @@ def test_idle_ranks_are_pinged_without_the_canary() -> None:
         stage.now = stage.model.next_event_at
         stage.model.tick(stage.now)
         told.update(stage.host.told(Ping))
-    assert told == {(name, Ping(canary=False)) for name in (R0, R1)}
+    assert told == {(name, Ping(run_selftest=False)) for name in (R0, R1)}
 
 
 def updated(stage: Cut, path: str = "/new{rank}.mindir", *, rollback: bool = False) -> Cut:
@@ -408,7 +408,7 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(16666, 16667))).serving()
     record = stage.model.record()
     written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(record))))
-    following = Cut(stage.config.ranks or ON_CARDS, stage.host, numbers=Numbers(written.made))
+    following = Cut(stage.config.ranks or ON_CARDS, stage.host, numbers=Numbers(written.last_ids))
     following.host.spawned.clear()
     following.model.resume(written, following.now)
     assert following.devices["ascend:0"].ports == {"big.1": 16666}
@@ -432,6 +432,6 @@ def test_the_next_daemon_tells_groups_on_one_device_apart() -> None:
     two = Ranks(size=2, groups=(("cpu", "cpu"),) * 2)
     stage = Cut(two, engine="mindspore").started().loads(1).loads(2)
     written: ModelRecord = decode(ModelRecord, json.loads(json.dumps(plain(stage.model.record()))))
-    following = Cut(two, stage.host, Numbers(written.made), engine="mindspore")
+    following = Cut(two, stage.host, Numbers(written.last_ids), engine="mindspore")
     following.model.resume(written, following.now)
     assert following.host.resumed == ["big.1", "big.2"]

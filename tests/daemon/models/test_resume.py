@@ -251,7 +251,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
 def test_what_is_written_down_is_what_serves_and_stays() -> None:
     daemon = Daemon().started(m=ONE, goes=ONE).reload(m=TWO)
     [record] = daemon.records()
-    assert (record.name, record.config, record.generations[0].number, record.made) == ("m", ONE, 1, (2, 2))
+    assert (record.name, record.config, record.generations[0].number, record.last_ids) == ("m", ONE, 1, (2, 2))
     daemon = daemon.restarted(m=TWO).backs()
     assert daemon.fleet.models["m"].is_serving
     daemon.loaded("m")

@@ -53,11 +53,11 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
         [Gate("lan", "tcp://*:1", 2, 3, 4)],
     )
     told = build_status(survey, "running", 1.0, subject)
-    assert (told.pss_bytes, told.dropped, told.held_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
-    assert told.gates == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
+    assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (7, 3, 4, 5, "a note")
+    assert told.zmq_proxies == (GateStatus("lan", "tcp://*:1", 2, 3, 4, None),)
     [generation] = told.models[0].generations
     assert [
-        (each.name, each.role, each.pss_bytes, each.own_bytes, each.anonymous_bytes) for each in generation.processes
+        (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes) for each in generation.processes
     ] == [
         (HOLDER, "holder", 1000, 900, 950),
         (WORKER, "worker", 100, 90, 95),

@@ -33,7 +33,7 @@ def test_each_process_is_there_with_its_last_lines_and_who_wrote_last_comes_last
     answer = read(tmp_path, lines=2)
     assert [each.process for each in answer.logs] == ["m.1.holder", "m.1.w2", "m.1.w1"]
     assert {(each.text, each.generation) for each in answer.logs} == {("second\nthird\n", 1)}
-    assert (answer.logs[0].size, answer.logs[0].changed, answer.left_out) == (24, 991.0, 0)
+    assert (answer.logs[0].size, answer.logs[0].changed_at, answer.omitted) == (24, 991.0, 0)
     [one] = read(tmp_path, "m.1.w1").logs
     assert one.text == "m.1.w1\nsecond\nthird\n"
 
@@ -77,7 +77,7 @@ def test_of_many_those_that_wrote_last_are_there_and_an_answer_fits(
         path.write_bytes(b"\xff" * limits.MAX_LOG_BYTES)
         os.utime(path, (number, number))
     answer = read(tmp_path)
-    assert (answer.left_out, answer.logs[0].process, len(answer.logs)) == (3, "3", limits.MAX_LOGS)
+    assert (answer.omitted, answer.logs[0].process, len(answer.logs)) == (3, "3", limits.MAX_LOGS)
     assert sum(map(len, encode(answer, max_bytes=limits.MAX_STATUS_BYTES))) < 2 * 2**20
     monkeypatch.setattr(tails, "_MOST_ENTRIES", 5)
     assert len(read(tmp_path).logs) == 5

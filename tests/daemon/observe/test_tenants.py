@@ -50,7 +50,7 @@ def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
     accounts.usage_of("ann", "never")
     queued = queued_counts([model("m", ANN, BOB, ANN), model("n")])
     ann, bob = tenant_statuses([ANN, BOB], accounts, queued)
-    assert (ann.name, ann.weight, ann.share, ann.summed) == ("ann", 3.0, 1.0, 0)
+    assert (ann.name, ann.weight, ann.share, ann.merged_accounts) == ("ann", 3.0, 1.0, 0)
     assert ann.accounts == (
         AccountStatus("m", 4, 3, 6, 1.5, 0.25, 307, 30, 1, 2, {"max_rate": 1}),
         AccountStatus("", 1, 0, 0, 0.0, 0.0, 0, 0, 0, 0, {"NOT_FOUND": 1}),
@@ -75,7 +75,7 @@ def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
         ("d", 5, 1, 1),
         ("", 9, 3, 2),
     ]
-    assert (ann.summed, bob.summed) == (3, 0)
+    assert (ann.merged_accounts, bob.merged_accounts) == (3, 0)
     assert [(each.model, each.requests) for each in bob.accounts] == [("a", 9), ("", 1)]
 
 
@@ -106,13 +106,13 @@ def test_who_may_not_see_others_is_told_of_its_models_and_of_itself() -> None:
     )
     assert [each.name for each in response.tenants] == ["ann"]
     assert (response.id, response.state, response.uptime_s) == ("7", "running", 2.0)
-    assert (response.pid, response.pss_bytes, response.held_bytes, response.max_memory_bytes) == (0, 0, 0, 0)
-    assert (response.gates, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
+    assert (response.pid, response.pss_bytes, response.buffered_bytes, response.max_memory_bytes) == (0, 0, 0, 0)
+    assert (response.zmq_proxies, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
     # What it has asked before its table was another one is in the sum, without a name.
     busy(accounts, "ann", "secret", 3)
     response = build_tenant_status("7", "running", 2.0, ANN, models, accounts)
     [ann] = response.tenants
     assert [(each.model, each.served) for each in ann.accounts] == [("m", 2), ("", 3)]
-    assert ann.summed == 0
+    assert ann.merged_accounts == 0
     for secret in ("bob", "secret"):
         assert secret not in str(response)

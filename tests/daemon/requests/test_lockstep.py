@@ -21,7 +21,7 @@ def result(
 
 
 def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> Failed:
-    return Failed(number, code, "no", leaving=False)
+    return Failed(number, code, "no", is_exiting=False)
 
 
 def in_step(reply: str | None = "r2") -> Lockstep:

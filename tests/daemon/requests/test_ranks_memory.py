@@ -61,7 +61,7 @@ class Bench:
         assert isinstance(order, Predict)
         assert order.regions is not None
         assert (list(frames), list(memories)) == ([], [self.memory])
-        assert [each.tensor for each in order.regions.inputs] == [0]
+        assert [each.tensor_index for each in order.regions.inputs] == [0]
         self.rooms.append((process, bool(order.regions.outputs)))
 
     def load(self, name: str, *, reply: int | None = 1) -> list[tuple[str, bool]]:
@@ -120,7 +120,7 @@ def broken(bench: Bench) -> None:
 
 
 def failed(bench: Bench) -> None:
-    assert bench.desk.on_batch_failed("a0", Failed(1, "INTERNAL", "no", leaving=True), 0.0) != ""
+    assert bench.desk.on_batch_failed("a0", Failed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
 
 
 @pytest.mark.parametrize("lose", [lost, broken, failed])

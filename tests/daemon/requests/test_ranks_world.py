@@ -79,7 +79,7 @@ class Group:
 
 
 def rooms(order: Predict) -> list[tuple[int, int]]:
-    return [] if order.regions is None else [(each.offset, each.bytes) for each in order.regions.outputs]
+    return [] if order.regions is None else [(each.offset, each.nbytes) for each in order.regions.outputs]
 
 
 class World(RuleBasedStateMachine):
@@ -120,7 +120,7 @@ class World(RuleBasedStateMachine):
         self.check_all_have_told()
         [y] = result.description.outputs
         assert y.shape == request.description.inputs[0].shape
-        placed = request.locations.outputs[0][: y.nbytes] if result.placed else None
+        placed = request.locations.outputs[0][: y.nbytes] if result.shared_outputs else None
         self.answers[request.number] = bytes(frames[0]) if placed is None else placed
         self.written |= {request.number} if request.may_still_write else set()
 
@@ -157,7 +157,7 @@ class World(RuleBasedStateMachine):
         if isinstance(order, Together):
             assert not rank.orders
             assert group.reply is not None
-            rank.missing = order.parts
+            rank.missing = order.items
             return
         assert isinstance(order, Predict)
         assert rank.missing or not rank.orders
@@ -367,7 +367,7 @@ class World(RuleBasedStateMachine):
         for rank in found[0].ranks:
             order, _ = rank.orders.popleft()
             rank.step = order.step
-            rank.reports.append((Failed(order.request, "INVALID_ARGUMENT", "no", leaving=False), []))
+            rank.reports.append((Failed(order.request, "INVALID_ARGUMENT", "no", is_exiting=False), []))
 
     @rule(data=st.data())
     def leave_out(self, data: st.DataObject) -> None:

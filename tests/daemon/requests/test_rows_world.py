@@ -107,7 +107,7 @@ class World(RuleBasedStateMachine):
         y, t = result.description.outputs
         assert (y.shape, t.shape) == (request.description.inputs[0].shape, (1,))
         # As the client reads it: the first bytes of where there was room, if it is said to be there.
-        placed = 0 in (result.placed or ())
+        placed = 0 in (result.shared_outputs or ())
         self.answers[request.number] = request.locations.outputs[0][: y.nbytes] if placed else bytes(frames[0])
         self.written |= {request.number} if request.may_still_write else set()
 
@@ -150,7 +150,7 @@ class World(RuleBasedStateMachine):
                 theirs = [room for each in [*self.workers.values(), *self.dying.values()] for room in each.rooms()]
                 for room in rooms(order):
                     assert all(
-                        room.offset + room.bytes <= it.offset or it.offset + it.bytes <= room.offset for it in theirs
+                        room.offset + room.nbytes <= it.offset or it.offset + it.nbytes <= room.offset for it in theirs
                     )
                 if worker.missing:
                     worker.missing -= 1
@@ -246,12 +246,12 @@ class World(RuleBasedStateMachine):
         self.now += DEVICES[worker.device] * sum(each.description.inputs[0].shape[0] for each in job)
         for index, each in enumerate(job):
             if how == "fail" and index == len(job) // 2:
-                self.desk.on_batch_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", leaving=False), self.now)
+                self.desk.on_batch_failed(name, Failed(each.request, "INVALID_ARGUMENT", "no", is_exiting=False), self.now)
                 continue
             x = each.description.inputs[0]
             outputs = (TensorSpec("y", "INT64", x.shape), TensorSpec("t", "INT64", (1,)))
             contents = [worker.contents.pop(each.request)[0], source]
-            placed = [room.tensor for room in rooms(each) if self.write(room, contents[room.tensor])]
+            placed = [room.tensor_index for room in rooms(each) if self.write(room, contents[room.tensor_index])]
             result = Result(each.request, ResponseDescription("m", outputs), tuple(placed) or None)
             rest = [content for index, content in enumerate(contents) if index not in placed]
             self.desk.on_result(name, result, rest, self.now)
@@ -261,7 +261,7 @@ class World(RuleBasedStateMachine):
         """A worker writes an output, if there is room, which is still its to write to."""
         number = room.offset // (2 * ROOM)
         assert number not in self.answers or number in self.written
-        fits = len(content) <= room.bytes
+        fits = len(content) <= room.nbytes
         if fits:
             os.pwrite(self.memory.fileno(), content, room.offset)
         return fits
@@ -272,7 +272,7 @@ class World(RuleBasedStateMachine):
             name = data.draw(st.sampled_from([*self.workers]))
             if spoilt and self.workers[name].jobs:
                 first = self.workers[name].jobs[0].pop(0)
-                self.desk.on_batch_failed(name, Failed(first.request, "INTERNAL", "spoilt", leaving=True), self.now)
+                self.desk.on_batch_failed(name, Failed(first.request, "INTERNAL", "spoilt", is_exiting=True), self.now)
                 self.desk.dispatch(self.now)
                 self.dying[name] = self.workers.pop(name)
             else:
@@ -287,7 +287,7 @@ class World(RuleBasedStateMachine):
     def end(self, name: str, worker: Worker, sign: int = signal.SIGKILL) -> None:
         """A worker ends while it writes."""
         for room in worker.rooms():
-            self.write(room, b"?" * room.bytes)
+            self.write(room, b"?" * room.nbytes)
         self.desk.on_exit(name, End(-sign), self.now)
         self.desk.dispatch(self.now)
 

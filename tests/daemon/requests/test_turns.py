@@ -80,7 +80,7 @@ class Member:
                 assert not there.jobs
                 there.missing = parts
             case Predict(number):
-                assert order.member == self.index
+                assert order.model_index == self.index
                 assert there.missing or not there.jobs, "one job at a time"
                 there.missing = max(0, there.missing - 1)
                 there.jobs.append((self.index, number))
@@ -220,7 +220,7 @@ def test_what_leaves_is_given_nothing_more() -> None:
     name = made.load()
     number = one.ask()
     other.ask()
-    one.desk.on_batch_failed(name, Failed(number, "INTERNAL", "spoilt", leaving=True), made.now)
+    one.desk.on_batch_failed(name, Failed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
     assert other.asked[number + 1].deaths == 0

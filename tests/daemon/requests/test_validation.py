@@ -180,7 +180,7 @@ def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, d
 
 
 def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
-    built = Built("", (IMAGES,), (), (), "", 0, rows=Rows(("image",), ("y",), equal=True))
+    built = Built("", (IMAGES,), (), (), "", 0, row_support=Rows(("image",), ("y",), is_equal=True))
     cut = Signature(RowBounds(4, "split.max_rows"))
     cut.on_built(built)
     cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
@@ -190,7 +190,7 @@ def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
 
 
 def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
-    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), rows=Rows(("image",), ("y",), equal=True))
+    built = Built("", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=Rows(("image",), ("y",), is_equal=True))
     padded = Signature(RowBounds(100, "split.max_rows", (2, 8)))
     padded.on_built(built)
     for rows in (1, 2, 3, 8, 100):

@@ -51,10 +51,10 @@ def test_requests_of_any_rows_are_put_together_filled_up_and_cut_on_two_cards(ca
         load.wait_for(20)
     told = status(service)
     assert told.failed == 0
-    assert all(each.rows.endswith("tested bit-equal") for each in told.generations)
+    assert all(each.batching_note.endswith("tested bit-equal") for each in told.generations)
     assert told.executions
     assert told.executions.padded
-    assert told.executions.cut
+    assert told.executions.split
 
 
 def test_rows_that_the_card_does_not_take_are_refused_with_the_reason(cards: Cards, service: Service) -> None:

@@ -97,7 +97,7 @@ def test_ranks_answer_and_those_that_have_lost_one_are_replaced(cut: Cut, servic
         ask_all(client, MODEL, cut.questions())
         until(lambda: serves(service, 2), "all that is left serves")
         assert f"{MODEL}.1 failed: {MODEL}.1.rank0: killed by SIGKILL" in service.log
-        assert status(service).deaths == 1
+        assert status(service).unexpected_exits == 1
 
 
 # What goes wrong with rank 1 in a predict, and what is told of it. A rank that left out the collective answers at once,
@@ -151,7 +151,7 @@ def test_a_rank_that_computes_something_else_never_serves(cut: Cut, operation: s
     cut.host.fault(operation, action, rank=1)
     with cut.service() as service:
         until(lambda: status(service).state == "failed", "it is refused")
-        assert cause in status(service).generations[-1].cause
+        assert cause in status(service).generations[-1].reason
 
 
 def test_a_port_that_comes_free_late_is_waited_for(cut: Cut, service: Service) -> None:
@@ -176,7 +176,7 @@ def test_a_wrong_slice_is_found_by_the_canary(cut: Cut, tmp_path: Path) -> None:
     wrong.paths[0].write_bytes(cut.slices.paths[0].read_bytes())
     with cut.service(path=pattern(wrong)) as service:
         until(lambda: status(service).state == "failed", "it is refused")
-        assert "canary" in status(service).generations[-1].cause
+        assert "canary" in status(service).generations[-1].reason
 
 
 def test_an_update_takes_the_place_of_the_group_and_can_be_gone_back_from(

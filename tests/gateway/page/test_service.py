@@ -43,7 +43,7 @@ def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path)
         expect(cells.nth(2)).to_have_text("2 of 2")
         memory = service_memory(service.status())
         assert memory is not None
-        for kind, bytes_ in (("with", memory.now_bytes), ("plain", memory.plain_bytes)):
+        for kind, bytes_ in (("with", memory.total_bytes), ("plain", memory.plain_bytes)):
             [number] = re.findall(r"([\d.]+) MB", page.locator(f"#bars .{kind} strong").inner_text())
             # A moment has passed between the two.
             assert float(number) == pytest.approx(bytes_ / 1e6, rel=0.2)

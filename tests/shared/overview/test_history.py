@@ -30,7 +30,7 @@ def only(overview: Overview) -> ModelRow:
 
 def test_at_first_no_rate_is_known() -> None:
     overview = seen(looks.metrics(10.0, looks.counted("m", (5, 5, 0, 0), queued=3, running=2)))
-    assert (overview.pace.rate, only(overview).pace.rate, only(overview).refused_rate) == (None, None, None)
+    assert (overview.throughput.rate, only(overview).throughput.rate, only(overview).refused_rate) == (None, None, None)
     assert (overview.queued, overview.running, overview.memory, overview.processes) == (3, 2, None, ())
 
 
@@ -39,20 +39,20 @@ def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
     told.append(looks.metrics(30.0, looks.counted("m", (1900, 200, 0, 0))))
     overview = seen(*told)
     row = only(overview)
-    assert row.pace.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
-    assert row.pace.p50_s == pytest.approx(0.001 * 300 / 400)
-    assert row.pace.p99_s == pytest.approx(0.001 + 0.009 * (594 - 400) / 200)
-    assert row.pace.rate_points[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
-    assert overview.pace == row.pace
+    assert row.throughput.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
+    assert row.throughput.p50_s == pytest.approx(0.001 * 300 / 400)
+    assert row.throughput.p99_s == pytest.approx(0.001 + 0.009 * (594 - 400) / 200)
+    assert row.throughput.rate_points[-1] == pytest.approx((200.0, 0.001 + 0.009 * 198 / 200))
+    assert overview.throughput == row.throughput
 
 
 def test_two_models_are_one_service() -> None:
     before = looks.metrics(1.0, looks.counted("a"), looks.counted("b"))
     now = looks.metrics(3.0, looks.counted("a", (10, 0, 0, 0)), looks.counted("b", (0, 30, 0, 0)))
     overview = seen(before, now)
-    assert [row.pace.rate for row in overview.models] == [5.0, 15.0]
-    assert overview.pace.rate == 20.0
-    assert overview.pace.p50_s == pytest.approx(0.001 + 0.009 / 3)
+    assert [row.throughput.rate for row in overview.models] == [5.0, 15.0]
+    assert overview.throughput.rate == 20.0
+    assert overview.throughput.p50_s == pytest.approx(0.001 + 0.009 / 3)
 
 
 def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
@@ -60,11 +60,11 @@ def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
     # Its counters may have gone on.
     for counts in ((10, 0, 0, 0), (2000, 0, 0, 0)):
         again = looks.metrics(2.0, looks.counted("m", counts))
-        assert only(seen(before, again)).pace.rate is None
+        assert only(seen(before, again)).throughput.rate is None
         later = looks.metrics(3.0, looks.counted("m", (counts[0] + 7, 0, 0, 0)))
         row = only(seen(before, again, later))
-        assert row.pace.rate == 7.0
-        assert [moment.rate for moment in row.pace.rate_points] == [None, None, 7.0]
+        assert row.throughput.rate == 7.0
+        assert [moment.rate for moment in row.throughput.rate_points] == [None, None, 7.0]
 
 
 def test_a_model_that_came_back_begins_anew_and_the_others_go_on() -> None:
@@ -73,16 +73,16 @@ def test_a_model_that_came_back_begins_anew_and_the_others_go_on() -> None:
         looks.metrics(2.0, looks.counted("a", (3, 0, 0, 0)), looks.counted("b", (10, 0, 0, 0))),
         looks.metrics(3.0, looks.counted("a", (8, 0, 0, 0)), looks.counted("b", (20, 0, 0, 0))),
     ]
-    assert [row.pace.rate for row in seen(*told[:2]).models] == [None, 10.0]
+    assert [row.throughput.rate for row in seen(*told[:2]).models] == [None, 10.0]
     overview = seen(*told)
-    assert [row.pace.rate for row in overview.models] == [5.0, 10.0]
-    assert overview.pace.rate == 10.0
+    assert [row.throughput.rate for row in overview.models] == [5.0, 10.0]
+    assert overview.throughput.rate == 10.0
 
 
 def test_other_buckets_are_not_compared() -> None:
     before = looks.metrics(1.0, looks.counted("m", (5, 0, 0, 0)))
     now = replace(looks.metrics(2.0, looks.counted("m", (9, 0, 0, 0))), seconds_bounds=(0.002, 0.02, 0.2))
-    assert only(seen(before, now)).pace == seen(looks.metrics(1.0, looks.counted("m"))).pace._replace(
+    assert only(seen(before, now)).throughput == seen(looks.metrics(1.0, looks.counted("m"))).throughput._replace(
         moments=(Moment(None, None),) * 2
     )
 
@@ -94,8 +94,8 @@ def test_the_same_answer_twice_is_told_once() -> None:
 
 def test_after_a_pause_sparks_begin_anew() -> None:
     told = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2, 60)]
-    assert only(seen(*told)).pace.rate == pytest.approx(58 / 58)
-    assert only(seen(*told, gap=5.0)).pace == seen(told[2]).pace
+    assert only(seen(*told)).throughput.rate == pytest.approx(58 / 58)
+    assert only(seen(*told, gap=5.0)).throughput == seen(told[2]).throughput
 
 
 def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten() -> None:
@@ -105,7 +105,7 @@ def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten()
             looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0)), looks.counted(f"m{second}"))
         )
     rows = history.overview().models
-    assert [len(row.pace.rate_points) for row in rows] == [SPARKLINE_POINTS, 1]
+    assert [len(row.throughput.rate_points) for row in rows] == [SPARKLINE_POINTS, 1]
     assert set(vars(history)["_moments"]) == {"", "m", f"m{SPARKLINE_POINTS + 29}"}
 
 
@@ -118,7 +118,7 @@ def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, in
     for seconds, more in steps:
         uptime, count = (uptime + seconds, max(0, count + more)) if seconds > 0.1 else (seconds, count)
         history.on_metrics(looks.metrics(uptime, looks.counted("m", (count, 0, 0, 0))))
-        for pace in (history.overview().pace, only(history.overview()).pace):
+        for pace in (history.overview().throughput, only(history.overview()).throughput):
             assert pace.rate is None or pace.rate >= 0
             assert all(rate is None or rate >= 0 for rate, _ in pace.rate_points)
 
@@ -198,5 +198,5 @@ def test_whoever_sees_its_own_alone_is_told_rates_of_its_account() -> None:
         mine = looks.tenant("research", looks.account("a", served))
         told.append(replace(looks.metrics(uptime, model, tenants=[mine]), seconds_bounds=()))
     overview = seen(*told)
-    assert only(overview).pace == (10.0, None, None, ((None, None), (10.0, None)))
-    assert overview.pace.rate == 10.0
+    assert only(overview).throughput == (10.0, None, None, ((None, None), (10.0, None)))
+    assert overview.throughput.rate == 10.0

@@ -20,7 +20,7 @@ def test_plain_processes_would_have_a_copy_each() -> None:
     assert model_memory(digits) == Memory(
         copy_bytes=200 * MB,
         workers=4,
-        beside_bytes=40 * MB,
+        private_bytes=40 * MB,
         other_bytes=10 * MB,
         plain_bytes=4 * (10 + 200) * MB,
         processes=4,
@@ -34,8 +34,8 @@ def test_it_is_taken_apart_without_a_rest(workers: int, private: int, weights: i
     processes = looks.processes("m", workers, private, weights)
     memory = model_memory(looks.model("m", processes, copy=weights))
     assert memory is not None
-    assert memory.now_bytes == sum(each.pss_bytes or 0 for each in processes)
-    assert min(memory.copy_bytes, memory.beside_bytes, memory.other_bytes) >= 0
+    assert memory.total_bytes == sum(each.pss_bytes or 0 for each in processes)
+    assert min(memory.copy_bytes, memory.private_bytes, memory.other_bytes) >= 0
 
 
 def test_of_a_copy_that_is_on_disk_nothing_is_saved() -> None:
@@ -92,7 +92,7 @@ def test_a_process_of_several_models_counts_once() -> None:
     models = [looks.model(name, processes, group="g") for name in ("a", "b")]
     memory = service_memory(looks.status(1.0, *models))
     assert memory is not None
-    assert memory.now_bytes == (10 + 30) * MB
+    assert memory.total_bytes == (10 + 30) * MB
 
 
 def test_whoever_sees_its_own_alone_is_told_none() -> None:

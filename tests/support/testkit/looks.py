@@ -57,9 +57,9 @@ def metrics(uptime: float, *models: ModelMetrics, tenants: Optional[Sequence[Ten
         rows_bounds=(),
         models=models,
         tenants=(tenant("default"),) if tenants is None else tuple(tenants),
-        held_bytes=0,
+        buffered_bytes=0,
         max_memory_bytes=64 * MB,
-        dropped=0,
+        dropped_responses=0,
         reloads=ReloadCounts(0, 0),
     )
 
@@ -89,11 +89,11 @@ def processes(model: str, workers: int, private: int, weights: int, served: int 
     """Return a holder and its workers, which share its weights and have some memory alone."""
     part = weights // (workers + 1)
     holder = ProcessStatus(f"{model}.1.holder", "holder", "holding", _pid(), 0, 0, pss_bytes=part + private,
-                           own_bytes=private)  # fmt: skip
+                           private_bytes=private)  # fmt: skip
     return (holder, *(
         ProcessStatus(
             f"{model}.1.w{number}", "worker", "ready", _pid(), served, 1, 500.0, 1500.0,
-            pss_bytes=part + private, shared_bytes=weights, own_bytes=private,
+            pss_bytes=part + private, shared_bytes=weights, private_bytes=private,
         )
         for number in range(1, workers + 1)
     ))  # fmt: skip

@@ -54,7 +54,7 @@ class Script:
         assert not isinstance(sent, (Result, Done, Failed, Skipped)), "not to who has asked"
         if isinstance(sent, Probing):
             self.probed.append(sent)
-            if sent.trying:
+            if sent.cases:
                 self.orders.insert(0, encode(Probe()))
             return True
         self.sent.append(sent)

@@ -129,7 +129,7 @@ class Service:
             for name, generations in models.items():
                 failed = [each for each in generations if each.state == "failed"]
                 if failed:
-                    raise ServiceError(f"{name} failed: {failed[-1].cause}")
+                    raise ServiceError(f"{name} failed: {failed[-1].reason}")
             ready = {name: sum(map(_ready_workers, generations)) for name, generations in models.items()}
             complete = all(ready[name] == _wanted_workers(table) for name, table in self._models.items())
             return status if complete else None

@@ -28,7 +28,7 @@ SIGNATURE = ModelSignature((X,), (Y,))
 
 def found(engine: Engine, rows: int = 8, known: Optional[canary.Canary] = None, **order: Any) -> Rows:
     """What is found of a model, with the canary that is found before; it is not to be spoilt."""
-    build = Build((), rows=rows, **order)
+    build = Build((), max_rows=rows, **order)
     if known is None:
         known = search.find_selftest(engine, build, lambda: None, _ignore)
     rows_of = evidence.find_row_support(engine, build, known, lambda: None, lambda _: None)
@@ -53,7 +53,7 @@ def test_a_model_whose_rows_are_equal_may_run_them_together(built: Callable[[str
     rows = found(engine)
     signature = engine.signature
     names = tuple(tuple(each.name for each in tensors) for tensors in signature)
-    assert ((rows.inputs, rows.outputs), rows.equal, rows.note) == (names, True, "")
+    assert ((rows.inputs, rows.outputs), rows.is_equal, rows.note) == (names, True, "")
 
 
 NOTES = {
@@ -79,13 +79,13 @@ EMBEDDING_VALUES = {"onnxruntime": "indices", "mindspore_lite": "scaled"}
 def test_a_model_whose_float_inputs_are_indices_is_tested_on_indices(built: Callable[[str], Engine]) -> None:
     engine = built("embedding")
     rows = found(engine)
-    assert (rows.equal, rows.values) == (True, EMBEDDING_VALUES[engine.name])
+    assert (rows.is_equal, rows.row_kind) == (True, EMBEDDING_VALUES[engine.name])
 
 
 @pytest.mark.parametrize("name", FOR_BOTH if importlib.util.find_spec("mindspore_lite") else NOTES)
 def test_a_model_whose_rows_differ_or_that_has_none_says_where(built: Callable[[str], Engine], name: str) -> None:
     rows = found(built(name))
-    assert not rows.equal
+    assert not rows.is_equal
     assert re.match(NOTES[name], rows.note)
 
 
@@ -94,7 +94,7 @@ def test_a_model_with_other_code_for_the_last_values_of_a_row_runs_signalling_na
     built: Callable[[str], Engine],
 ) -> None:
     rows = found(built("floored"))
-    assert (rows.equal, rows.note, rows.special) == (True, "", ("nan",))
+    assert (rows.is_equal, rows.note, rows.unequal_specials) == (True, "", ("nan",))
 
 
 # --- models that are functions --------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ SMALL: List[Tuple[Function, Tuple[str, ...]]] = [
 @pytest.mark.parametrize(("answer", "special"), KINDS if FLUSHES else KINDS + SMALL)
 def test_special_values_are_tested_one_kind_after_another(answer: Function, special: Tuple[str, ...]) -> None:
     rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
-    assert rows.equal
-    assert rows.special == special
+    assert rows.is_equal
+    assert rows.unequal_specials == special
 
 
 def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alone(
@@ -160,16 +160,16 @@ def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alo
             raise InvalidArgument("it is not finite")
         return x
 
-    assert found(fake(finite), known=canary.run(fake(finite), cases.of(SIGNATURE, 1))).special == ("nan", "infinity")
+    assert found(fake(finite), known=canary.run(fake(finite), cases.of(SIGNATURE, 1))).unequal_specials == ("nan", "infinity")
     monkeypatch.setattr(comparison, "SPECIAL_S", 0.0)
     rows = found(fake(lambda x: x))
-    assert (rows.equal, rows.special) == (True, SPECIAL)
+    assert (rows.is_equal, rows.unequal_specials) == (True, SPECIAL)
 
 
 @pytest.mark.parametrize(("answer", "note"), DIFFERENT)
 def test_what_differs_is_found_and_named(answer: Function, note: str) -> None:
     rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
-    assert not rows.equal
+    assert not rows.is_equal
     assert note in rows.note
 
 
@@ -177,13 +177,13 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     signature = ModelSignature((X, TensorSignature("s", "FP32", (3,))), (Y,))
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = canary.run(engine, cases.of(signature, 1))
-    assert found(engine, known=known) == Rows(("x",), ("y",), equal=True, compared=8)
+    assert found(engine, known=known) == Rows(("x",), ("y",), is_equal=True, compared_rows=8)
     assert found(engine, known=known, sizes=(2, 8)).note.startswith("input s has no rows: its shape is [3]")
 
 
 def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
     engine = fake(lambda x: x)
-    assert found(engine, rows=300, known=canary.run(engine, cases.of(SIGNATURE, 1))).equal
+    assert found(engine, rows=300, known=canary.run(engine, cases.of(SIGNATURE, 1))).is_equal
     asked = [each["x"] for each in engine.received_inputs[2:]]
     # Those with special values come last.
     asked = asked[: -16 - 5]
@@ -199,7 +199,7 @@ def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> No
 def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int], compared: int) -> None:
     engine = fake(lambda x: x)
     known = canary.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
-    assert found(engine, rows=rows, known=known, sizes=sizes).compared == compared
+    assert found(engine, rows=rows, known=known, sizes=sizes).compared_rows == compared
     asked = {len(each["x"]) for each in engine.received_inputs}
     assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
@@ -207,7 +207,7 @@ def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int]
 def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
     engine = fake(lambda x: x)
     known = canary.run(engine, cases.of(SIGNATURE, 2))
-    assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).equal
+    assert found(engine, rows=8, known=known, sizes=(2, 4, 8, 16)).is_equal
     assert {len(each["x"]) for each in engine.received_inputs} == {2, 4, 8}
 
 
@@ -229,8 +229,8 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
     known = canary.run(engine, ({"x": (2, 2), "z": (2, 1)},), sample)
-    assert evidence.find_row_support(engine, Build((), rows=2), known, lambda: None, lambda _: None, sample) == Rows(
-        ("x", "z"), ("y",), equal=True, compared=2
+    assert evidence.find_row_support(engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample) == Rows(
+        ("x", "z"), ("y",), is_equal=True, compared_rows=2
     )
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
     # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.
@@ -274,9 +274,9 @@ def test_rows_of_indices_are_tried_where_scaled_ones_are_refused_or_show_nothing
     engine = fake(table, WIDE)
     rows = found(engine, known=canary.run(engine, cases.of(WIDE, 1)), exact=exact)
     if not exact:
-        assert (rows.outputs, rows.equal) == (("y",), False)
+        assert (rows.outputs, rows.is_equal) == (("y",), False)
         return
-    assert (rows.outputs, rows.equal, rows.compared, rows.values) == (("y",), True, 8, "indices")
+    assert (rows.outputs, rows.is_equal, rows.compared_rows, rows.row_kind) == (("y",), True, 8, "indices")
     # 0 and 1 are indices that each table has; the rows differ all the same.
     assert {value for row in table.seen[-200:] for value in row} == {0.0, 1.0}
     assert len(set(table.seen[-200:])) > 100
@@ -289,15 +289,15 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     engine = fake(table, signature)
     sample = {"x": np.array([[3, 11, 5, 0, 2, 2, 7, 1, 9]], dtype)}
     known = canary.run(engine, ({"x": (1, 9)},), sample)
-    rows = evidence.find_row_support(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
+    rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
     assert rows == Rows(
-        ("x",), ("y",), equal=True, compared=8, values="permuted", special=SPECIAL if dtype == "f4" else ()
+        ("x",), ("y",), is_equal=True, compared_rows=8, row_kind="permuted", unequal_specials=SPECIAL if dtype == "f4" else ()
     )
     assert {tuple(sorted(row)) for row in table.seen} == {tuple(sorted(sample["x"][0]))}
     assert len(set(table.seen)) > 100
     # A worker that attaches runs the same rows.
     table.seen.clear()
-    assert evidence.rows_digest(engine, known.cases, 8, (), sample, rows.values)
+    assert evidence.rows_digest(engine, known.cases, 8, (), sample, rows.row_kind)
     assert len(set(table.seen)) == 8
 
 
@@ -311,15 +311,15 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     sample = {"x": np.array([[1, 50], [2, 99], [0, 7]], np.float32)}
     engine = fake(columns, signature)
     known = canary.run(engine, ({"x": (3, 2)},), sample)
-    rows = evidence.find_row_support(engine, Build((), rows=8), known, lambda: None, lambda _: None, sample)
-    assert rows == Rows(("x",), ("y",), equal=True, compared=8, values="sample", special=SPECIAL)
+    rows = evidence.find_row_support(engine, Build((), max_rows=8), known, lambda: None, lambda _: None, sample)
+    assert rows == Rows(("x",), ("y",), is_equal=True, compared_rows=8, row_kind="sample", unequal_specials=SPECIAL)
 
 
 def test_a_difference_between_rows_of_indices_is_found() -> None:
     table = Table(12, InvalidArgument("out of data bounds"))
     engine = fake(lambda x: table(x) + (len(x) == 5), WIDE)
     rows = found(engine, known=canary.run(engine, cases.of(WIDE, 1)))
-    assert not rows.equal
+    assert not rows.is_equal
     assert rows.note.startswith("output y: 5 of 5 rows that were run together differ")
 
 
@@ -339,14 +339,14 @@ ONE_ANSWER: List[Tuple[Function, str]] = [
 @pytest.mark.parametrize(("answer", "note"), ONE_ANSWER)
 def test_where_no_rows_show_anything_the_note_says_what_to_do(answer: Function, note: str) -> None:
     rows = found(fake(answer), known=canary.run(fake(lambda x: x), cases.of(SIGNATURE, 1)))
-    assert not rows.equal
+    assert not rows.is_equal
     assert rows.note.startswith(note)
 
 
 def test_without_a_test_only_the_form_is_looked_at() -> None:
     engine = fake(nudged)
     rows = found(engine, known=canary.run(engine, cases.of(SIGNATURE, 1)), exact=False)
-    assert (rows.inputs, rows.outputs, rows.equal) == (("x",), ("y",), False)
+    assert (rows.inputs, rows.outputs, rows.is_equal) == (("x",), ("y",), False)
     assert rows.note.startswith("it was not tested")
     assert len(engine.received_inputs) == 1 + 2
 
@@ -376,7 +376,7 @@ def test_it_takes_ten_seconds_at_most(
     monkeypatch.setattr(f"{comparison.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
     rows = found(engine, known=known)
     assert rows.note.startswith(note)
-    assert rows.equal == (not note)
+    assert rows.is_equal == (not note)
     assert predicts <= len(engine.received_inputs) <= predicts + 8
     assert now[0] <= 10 + (0 if note else comparison.MAX_SPECIAL_VALUES_S) + 5 * seconds
 
@@ -392,7 +392,7 @@ def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPat
     known = canary.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(f"{comparison.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
     # 8, 7, 5, 3 and 2 rows are run first, then 4, and then there is no time for 6.
-    assert found(engine, rows=8, known=known).compared == 5
+    assert found(engine, rows=8, known=known).compared_rows == 5
 
 
 def refusing(error: Exception) -> Callable[[Any], Any]:
@@ -409,16 +409,16 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     engine = fake(refusing(error))
     told: List[Union[str, SelfTestCases]] = []
     known = canary.run(engine, cases.of(SIGNATURE, 1))
-    order = Build((), rows=8)
+    order = Build((), max_rows=8)
     rows = evidence.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
     assert rows is not None
-    assert (rows.equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
+    assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, Spoilt))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
     assert told == [*tried, "rebuilt", ()] if isinstance(error, Spoilt) else told == tried
     # What an earlier process has died of is not run again.
     again = found(engine, known=known, unfit=({"x": (8, 3)},))
-    assert (again.note, again.equal) == ("the process that has built the model died of 8 rows", False)
+    assert (again.note, again.is_equal) == ("the process that has built the model died of 8 rows", False)
 
 
 def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:

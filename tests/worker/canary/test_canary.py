@@ -286,21 +286,21 @@ def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -
     for _ in range(3):
         told = Told(deadly)
         with pytest.raises(SystemExit):
-            found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit=unfit), told)
+            found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit_cases=unfit), told)
         unfit = (*told.unfit, *told.tried[-1])
     assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
     told = Told(deadly)
-    assert found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit=unfit), told).cases == (x(32, 4),)
+    assert found(FakeEngine(picky(32, error=Spoilt("failed")), FREE), Build((), unfit_cases=unfit), told).cases == (x(32, 4),)
     assert told.tried == [(x(32, 4),), ()]
 
 
 def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_is_found() -> None:
     before = cases.of(FREE, 48, 96)
     told = Told()
-    assert found(FakeEngine(row_sums, FREE), Build((), canary_cases=before), told).cases == before
+    assert found(FakeEngine(row_sums, FREE), Build((), selftest_cases=before), told).cases == before
     assert told.tried == [before, ()]
     engine = FakeEngine(picky(1, 2, error=Spoilt("failed")), FREE)
-    assert found(engine, Build((), canary_cases=before)).cases == cases.of(FREE, 1, 2)
+    assert found(engine, Build((), selftest_cases=before)).cases == cases.of(FREE, 1, 2)
     assert rebuilds(engine) == 1
 
 
@@ -332,7 +332,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
         found(Once(picky(error=Spoilt("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
         last = Once(picky(error=Spoilt("died")), signature)
-        assert found(last, Build((), unfit=unfit)).cases == ()
+        assert found(last, Build((), unfit_cases=unfit)).cases == ()
         assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
 
 
@@ -345,13 +345,13 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
 )
 def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
     engine = FakeEngine(row_sums, FREE)
-    known = found(engine, Build((), search=False, unfit=unfit))
+    known = found(engine, Build((), search_selftest=False, unfit_cases=unfit))
     assert (known.cases, known.digest, known.note[: len(note)], engine.received_inputs) == ((), "", note, [])
 
 
 def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
     told = Told()
-    assert found(FakeEngine(row_sums, FREE), Build((), search=False, canary_cases=(x(7, 4),)), told).cases == (x(7, 4),)
+    assert found(FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told).cases == (x(7, 4),)
     assert told.tried == [(x(7, 4),), ()]
     wrong: Sequence[Tuple[SelfTestCase, str]] = (
         ({"z": (1, 4)}, "canary: expected inputs x, got z"),
@@ -364,7 +364,7 @@ def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
         with pytest.raises(BuildError, match=f"^{cause}$"):
             found(
                 FakeEngine(picky(1, error=InvalidArgument("refused")), FREE),
-                Build((), search=False, canary_cases=(case,)),
+                Build((), search_selftest=False, selftest_cases=(case,)),
             )
 
 
@@ -393,7 +393,7 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
     path = str(tmp_path / "s.npz")
     np.savez(path, x=np.asfortranarray(np.arange(12, dtype=">f4").reshape(3, 4)))
     engine = FakeEngine(row_sums, FREE)
-    known = found(engine, Build((), search=False), sample=sample.load(path, FREE))
+    known = found(engine, Build((), search_selftest=False), sample=sample.load(path, FREE))
     assert (known.cases, known.answers[0]["y"].tolist()) == ((x(3, 4),), [6, 22, 38])
     assert engine.received_inputs[0]["x"].flags.c_contiguous
     assert engine.received_inputs[0]["x"].dtype == np.dtype("<f4")
@@ -402,7 +402,7 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
 def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
     engine = FakeEngine(row_sums, FREE)
-    known = found(engine, Build((), search=False), sample={"x": rows})
+    known = found(engine, Build((), search_selftest=False), sample={"x": rows})
     assert (known.digest, known.note) == ("", "the model's answer to it has no finite number, which shows nothing")
     # In a search the next one is tried.
     known = found(FakeEngine(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))

@@ -74,7 +74,7 @@ class Card:
         return self.daemon.hear("h", Built)[0]
 
     def attach(self, name: str, built: Built) -> Attached:
-        self.daemon.tell(name, Attach(built.handle, built.canary_cases))
+        self.daemon.tell(name, Attach(built.handle, built.selftest_cases))
         return self.daemon.hear(name, Attached)[0]
 
     def pair(self, *more: str, **options: Any) -> Built:
@@ -98,7 +98,7 @@ class Card:
         self.daemon.tell(name, order)
         broken, _ = self.daemon.hear(name, Broken)
         assert self.daemon.stop(name) == status
-        return broken.cause
+        return broken.reason
 
     def check(self, name: str, x: Any, model: Optional[Path] = None, key: bytes = b"") -> None:
         """The child answers what this model does."""
@@ -153,11 +153,11 @@ def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
         assert hello.versions["mindspore_lite"] == "2.7.0"
     built = card.build(hellos["w1"].pid, hellos["w2"].pid)
     assert int(built.handle) > 2**53
-    assert (built.canary_cases, built.shared_bytes, built.note) == (ONE, 2 * MIB, "")
+    assert (built.selftest_cases, built.shared_bytes, built.note) == (ONE, 2 * MIB, "")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 64), (-1, 64))
     for name in ("w1", "w2"):
         attached = card.attach(name, built)
-        assert attached.canary == built.canary != ""
+        assert attached.selftest_digest == built.selftest_digest != ""
         assert (attached.shared_bytes, attached.note) == (2 * MIB, "")
     assert card.host.copies_of_weights(0) == 1
     for size in (1, 5, 2, 2, 64):
@@ -182,8 +182,8 @@ def test_what_is_left_of_the_card_is_told_after_each_build(card: Card) -> None:
 def test_a_model_without_a_free_dimension(card: Card, tmp_path: Path) -> None:
     fixed = models.mlp(tmp_path / "fixed.mindir", batch=3)
     built = card.pair(model=fixed)
-    assert (built.inputs[0].shape, built.canary_cases) == ((3, 64), ({"x": (3, 64)},))
-    assert card.attach("w", built).canary == built.canary
+    assert (built.inputs[0].shape, built.selftest_cases) == ((3, 64), ({"x": (3, 64)},))
+    assert card.attach("w", built).selftest_digest == built.selftest_digest
     card.check("w", rows(3), fixed)
 
 
@@ -191,11 +191,11 @@ def test_the_same_model_has_the_same_canary_on_the_cpu(card: Card) -> None:
     """Of this simulator: no card computes the same bits. It shows that the answers are compared."""
     card.start("h", device="cpu")
     on_cpu = card.build()
-    assert on_cpu.canary_cases == ({"x": (1, 64)}, {"x": (2, 64)})
+    assert on_cpu.selftest_cases == ({"x": (1, 64)}, {"x": (2, 64)})
     assert on_cpu.device is None
     card.start("w")
     attached = card.attach("w", dataclasses.replace(on_cpu, handle=""))
-    assert attached.canary == on_cpu.canary
+    assert attached.selftest_digest == on_cpu.selftest_digest
     assert (attached.shared_bytes, attached.note) == (0, "weights are not shared: the holder has no handle")
 
 
@@ -205,9 +205,9 @@ def test_the_same_model_has_the_same_canary_on_the_cpu(card: Card) -> None:
 def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(card: Card) -> None:
     built = card.pair()
     card.start("stranger")
-    cause = card.refused("stranger", Attach(built.handle, built.canary_cases))
+    cause = card.refused("stranger", Attach(built.handle, built.selftest_cases))
     assert cause.startswith("build_from_file failed! Error is Common error code.: acl rt mem import from shareable ")
-    assert card.attach("w", built).canary == built.canary
+    assert card.attach("w", built).selftest_digest == built.selftest_digest
 
 
 def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
@@ -216,10 +216,10 @@ def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
     card.start("h")
     card.start("w")
     built = card.build("1")
-    assert "import from shareable handle failed" in card.refused("w", Attach(built.handle, built.canary_cases))
+    assert "import from shareable handle failed" in card.refused("w", Attach(built.handle, built.selftest_cases))
     card.start("w2")
     card.attach("w2", dataclasses.replace(built, handle=""))
-    cause = card.refused("w2", Attach(built.handle, built.canary_cases))
+    cause = card.refused("w2", Attach(built.handle, built.selftest_cases))
     assert cause == "this process has built a model on a card before; only a new process can build another"
 
 
@@ -227,7 +227,7 @@ def test_a_process_that_came_later_is_let_in(card: Card) -> None:
     built = card.pair()
     assert card.allow(*[card.start(name).pid for name in ("w2", "w3")]) == ""
     for name in ("w", "w2", "w3"):
-        assert card.attach(name, built).canary == built.canary
+        assert card.attach(name, built).selftest_digest == built.selftest_digest
         card.check(name, rows(2))
     assert card.host.copies_of_weights(0) == 1
 
@@ -251,7 +251,7 @@ def test_where_nobody_can_be_let_in_the_reason_is_told_and_the_holder_goes_on(
     built = card.pair()
     card.host.switch(**switch)
     assert card.allow("123") == error
-    assert card.attach("w", built).canary == built.canary
+    assert card.attach("w", built).selftest_digest == built.selftest_digest
     assert card.daemon.stop("h") == exits.OK
 
 
@@ -284,15 +284,15 @@ def test_another_model_of_the_same_size_is_seen_and_so_is_what_it_does(card: Car
     hellos = {"h": card.start("h"), "good": card.start("good"), "bad": card.start("bad", model=other)}
     assert hellos["bad"].sha256 != hellos["good"].sha256 == hellos["h"].sha256
     built = card.build(hellos["good"].pid, hellos["bad"].pid)
-    assert card.attach("good", built).canary == built.canary
-    assert card.attach("bad", built).canary != built.canary
+    assert card.attach("good", built).selftest_digest == built.selftest_digest
+    assert card.attach("bad", built).selftest_digest != built.selftest_digest
     card.check("good", rows(1), other)  # the trap is real: the weights of all are other ones now
 
 
 def test_a_worker_that_computes_wrong_is_seen(card: Card) -> None:
     built = card.pair()
     card.host.fault("predict", "garbage", "importer")
-    assert card.attach("w", built).canary != built.canary
+    assert card.attach("w", built).selftest_digest != built.selftest_digest
 
 
 def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last_shares_without_one(
@@ -305,11 +305,11 @@ def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last
     cause = card.refused("h", Build((pid,)))
     assert cause.startswith("it does not run on the canary, x [1, 64]: predict failed!")
     card.start("h2")
-    card.daemon.tell("h2", Build((pid,), unfit=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
+    card.daemon.tell("h2", Build((pid,), unfit_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64))))
     built, _ = card.daemon.hear("h2", Built)
-    assert (built.canary_cases, built.canary) == ((), "")
-    assert built.canary_note.startswith("the model runs on none of 9 inputs made from its signature")
-    assert card.attach("w", built).canary == ""
+    assert (built.selftest_cases, built.selftest_digest) == ((), "")
+    assert built.selftest_note.startswith("the model runs on none of 9 inputs made from its signature")
+    assert card.attach("w", built).selftest_digest == ""
     card.check("w", rows(1))
     assert (card.host.count("build"), card.host.copies_of_weights(0)) == (3, 1)
 
@@ -324,7 +324,7 @@ def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
     card.attach("w", card.pair())
     card.host.fault("predict", "fail", times=1)
     failed = card.fails("w", 1, x=rows(1))
-    assert (failed.code, failed.leaving) == ("INTERNAL", True)
+    assert (failed.code, failed.is_exiting) == ("INTERNAL", True)
     assert card.daemon.stop("w") == exits.MODEL_CORRUPTED
 
 
@@ -344,8 +344,8 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
     card.start("w")
     card.daemon.tell("w", order)
     broken, _ = card.daemon.hear("w", Broken)
-    assert cause in broken.cause
-    assert broken.no_room == no_room
+    assert cause in broken.reason
+    assert broken.is_out_of_memory == no_room
     assert card.daemon.stop("w") == exits.CANNOT_BUILD
     assert card.host.card_state(0).allocations == ()
 
@@ -354,9 +354,9 @@ def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card)
     card.host.switch(ascend=False)
     card.begin("h")
     broken, _ = card.daemon.hear("h", Broken)
-    assert broken.cause.startswith(f"{sys.executable}: the library has no number for this process: ")
-    assert "set_env.sh" in broken.cause
-    assert broken.cause.endswith(": dlopen libascend_kernel_plugin.so failed")
+    assert broken.reason.startswith(f"{sys.executable}: the library has no number for this process: ")
+    assert "set_env.sh" in broken.reason
+    assert broken.reason.endswith(": dlopen libascend_kernel_plugin.so failed")
     assert card.daemon.stop("h") == exits.NO_ENGINE
 
 
@@ -397,7 +397,7 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
     # A handle would be somebody else's.
     attached = card.attach("w", dataclasses.replace(built, handle="7"))
-    assert (attached.canary, attached.shared_bytes, attached.note) == (built.canary, 0, "sharing is off")
+    assert (attached.selftest_digest, attached.shared_bytes, attached.note) == (built.selftest_digest, 0, "sharing is off")
     assert isinstance(attached.device, DeviceMemory)
     kinds = [each.kind for each in card.host.card_state(0).allocations if "weights" in each.kind]
     assert kinds == ["private weights", "private weights"]
@@ -421,14 +421,14 @@ def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
     path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), has_gear_info=told)
     built = card.private(path)
     assert built.gears == (((4,), (8,)) if told else ())
-    assert built.canary_cases == ({"x": (4, 64)},)
-    assert built.canary != ""
+    assert built.selftest_cases == ({"x": (4, 64)},)
+    assert built.selftest_digest != ""
     for size in (3, 1, 4, 6, 7, 1000):
         if size == 4:
             card.check("w", rows(4), path)
         else:
             failed = card.fails("w", size, x=rows(size))
-            assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+            assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
             assert f"Current batch size {size} is invalid" in failed.error
     assert card.daemon.stop("w") == exits.OK
 
@@ -437,13 +437,13 @@ def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Ca
     card.host.switch(noise=1e-6)
     card.start("h", "--tolerance", "1e-5")
     built = card.build(*(card.start(name, "--tolerance", "1e-5").pid for name in ("near", "far")))
-    assert built.canary_note == ""
-    assert card.attach("near", built).canary == built.canary != ""
+    assert built.selftest_note == ""
+    assert card.attach("near", built).selftest_digest == built.selftest_digest != ""
     card.host.switch(noise=1e-3)
-    assert card.attach("far", built).canary != built.canary
+    assert card.attach("far", built).selftest_digest != built.selftest_digest
     card.start("exact")
     card.daemon.tell("exact", Build(()))
-    assert "canary_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].canary_note
+    assert "canary_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].selftest_note
 
 
 def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(card: Card, tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_a
     card.private(path)
     a, b = np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)
     failed = card.fails("w", 1, a=a, b=b)
-    assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+    assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     assert failed.error == "inputs: expected one batch for all, got {'a': 2, 'b': 1}: the model has gears for it"
     card.daemon.ask("w", 2, a=a, b=a)
     result, frames = card.daemon.hear("w", Result)
@@ -492,7 +492,7 @@ def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
 def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: Path, dtype: str, datatype: str) -> None:
     path = models.mlp(tmp_path / "other.mindir", dtype=dtype)
     built = card.private(path)
-    assert (built.inputs[0].datatype, built.outputs[0].datatype, built.canary != "") == (datatype, datatype, True)
+    assert (built.inputs[0].datatype, built.outputs[0].datatype, built.selftest_digest != "") == (datatype, datatype, True)
     card.check("w", np.abs(rows(3) * 4).astype(dtype.lower()), path)
 
 
@@ -526,7 +526,7 @@ def test_a_card_that_is_not_there_is_not_taken_for_card_0(card: Card, device: st
 def test_a_process_counts_the_cards_that_it_sees(card: Card) -> None:
     """A number is that of the list, as the driver counts: a model is never put on a card that is not listed."""
     built = card.pair(ASCEND_RT_VISIBLE_DEVICES="1")
-    assert card.attach("w", built).canary == built.canary
+    assert card.attach("w", built).selftest_digest == built.selftest_digest
     assert (card.host.copies_of_weights(1), card.host.card_state(0).allocations) == (1, ())
 
 
@@ -601,8 +601,8 @@ def test_weights_of_a_file_take_the_place_of_the_models(card: Card, tmp_path: Pa
     np.savez(str(tmp_path / "weights.npz"), w0=np.asfortranarray(weights["w0"]), w1=weights["w1"].astype(">f4"))
     built = card.pair(*CHANGEABLE, "--weights", str(tmp_path / "weights.npz"), model=bundle)
     card.start("plain", *CHANGEABLE, model=bundle)
-    assert card.attach("plain", built).canary != built.canary
-    assert card.attach("w", built).canary == built.canary
+    assert card.attach("plain", built).selftest_digest != built.selftest_digest
+    assert card.attach("w", built).selftest_digest == built.selftest_digest
     card.check("w", rows(3), wanted)
 
 
@@ -678,7 +678,7 @@ def test_weights_of_a_model_that_is_no_bundle_are_a_build_error(card: Card, tmp_
 def test_options_that_are_none_are_told_with_their_key(text: str, cause: str, card: Card) -> None:
     card.begin("h", "--options", text)
     broken, _ = card.daemon.hear("h", Broken)
-    assert broken.cause.startswith(cause)
+    assert broken.reason.startswith(cause)
     assert card.daemon.stop("h") == exits.CANNOT_BUILD
 
 

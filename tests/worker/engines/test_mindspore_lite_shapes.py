@@ -270,14 +270,14 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
     for name in ("h", "w"):
         daemon.start(name, model, "--options", options)
         daemon.hear(name, Hello)
-    daemon.tell("h", Build((), rows=rows))
+    daemon.tell("h", Build((), max_rows=rows))
     built, _ = daemon.hear("h", Built)
     daemon.tell(
         "w",
-        Attach(built.handle, built.canary_cases, rows, found=built.rows, by_shape=built.by_shape, first=built.first),
+        Attach(built.handle, built.selftest_cases, rows, row_support=built.row_support, by_shape=built.rebuilds_per_shape, first_shapes=built.first_shapes),
     )
     attached, _ = daemon.hear("w", Attached)
-    assert attached.canary == built.canary != ""
+    assert attached.selftest_digest == built.selftest_digest != ""
     return built, attached
 
 
@@ -286,7 +286,7 @@ def test_a_worker_answers_as_a_fresh_process_does(
     name: str, by_shape: bool, daemon: Daemon, model: Model, fresh_answers: Callable[[str], Answers]
 ) -> None:
     built, _ = serve(daemon, model(name), rows=8)
-    assert built.by_shape == by_shape
+    assert built.rebuilds_per_shape == by_shape
     assert ("depend on the shapes" in built.note) == by_shape
     order = np.random.RandomState(7).randint(0, len(CASES[name]), 20)
     for request, number in enumerate(order):
@@ -299,9 +299,9 @@ def test_a_worker_answers_as_a_fresh_process_does(
 def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("image"), "--options", options, "--users", "1")
     daemon.hear("h", Hello)
-    daemon.tell("h", Build((), search=False, canary_cases=({"x": (1, 3, 64, 64)},)))
+    daemon.tell("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
     built, _ = daemon.hear("h", Built)
-    assert built.by_shape
+    assert built.rebuilds_per_shape
     assert "weights are not shared" in built.note
     assert "built again at each change of shape" in built.note
 
@@ -338,13 +338,13 @@ def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, mo
         daemon.hear(name, Hello)
         daemon.tell(name, Build(()))
         broken, _ = daemon.hear(name, Broken)
-        assert broken.cause == cause
+        assert broken.reason == cause
 
 
 def test_a_request_beyond_max_shape_is_refused_and_costs_no_worker(daemon: Daemon, model: Model) -> None:
     serve(daemon, model("wide"), options='{"max_shape": {"x": [4, 1024]}}')
     daemon.ask("w", 1, **values({"x": (5, 1024)}))
     failed, _ = daemon.hear("w", Failed)
-    assert (failed.code, failed.leaving) == ("INVALID_ARGUMENT", False)
+    assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     daemon.ask("w", 2, **values({"x": (4, 1024)}))
     assert daemon.answer("w", 2).shape == (4, 1024)

@@ -66,7 +66,7 @@ class Lane:
         self.frames = list(self._heard.pop(0).frames)
         found = decode(self.frames, FROM_CHILD)
         if isinstance(found, Probing):
-            if found.trying:
+            if found.cases:
                 self.tell(Probe())
             return self.hear(kind)
         assert isinstance(found, kind), found

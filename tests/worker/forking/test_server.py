@@ -59,9 +59,9 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
     x = (np.arange(1024) % 7 - 3).astype(np.float32).reshape(1, 1024)
     i, j = np.ogrid[:1024, :1024]
     for number, name in enumerate(("w1", "w2")):
-        forking.lane(name).tell(Attach(built.handle, built.canary_cases))
+        forking.lane(name).tell(Attach(built.handle, built.selftest_cases))
         attached = forking.lane(name).hear(Attached)
-        assert (attached.canary, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.canary, True)
+        assert (attached.selftest_digest, attached.shared_bytes > 0.9 * built.shared_bytes) == (built.selftest_digest, True)
         answer = forking.lane(name).ask(number, x=x)
         assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
@@ -76,7 +76,7 @@ def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Mode
         server = forking.daemon.children["server"]
         server.kill()
         server.wait()
-        forking.lane("w").tell(Ping(canary=False))
+        forking.lane("w").tell(Ping(run_selftest=False))
         forking.lane("w").hear(Pong)
 
 
@@ -105,7 +105,7 @@ def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_
         if how == "lane":
             forking.server.stream.close()
         else:
-            forking.server.tell(Stop() if how == "told" else Ping(canary=False))
+            forking.server.tell(Stop() if how == "told" else Ping(run_selftest=False))
         status = exits.FAILED if how == "order" else exits.OK
         assert forking.daemon.children["server"].wait(30) == status
     words = "RemoteProtocolError: type: expected fork or stop, got ping"

@@ -53,9 +53,9 @@ def worker(forking: Forking, name: str, model: Path, built: Built, of: Lane) -> 
     """Have a worker forked, and let it attach."""
     forking.fork(name, model, of=of)
     hello = forking.lane(name).hear(Hello)
-    forking.lane(name).tell(Attach(built.handle, built.canary_cases))
+    forking.lane(name).tell(Attach(built.handle, built.selftest_cases))
     attached = forking.lane(name).hear(Attached)
-    assert attached.canary == built.canary
+    assert attached.selftest_digest == built.selftest_digest
     return hello, attached
 
 
@@ -79,9 +79,9 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
         # They live on without it.
         os.kill(template.pid, signal.SIGKILL)
         forking.wait("h")
-        forking.lane("w0").tell(Ping(canary=True))
+        forking.lane("w0").tell(Ping(run_selftest=True))
         pong = forking.lane("w0").hear(Pong)
-        assert pong.canary == built.canary
+        assert pong.selftest_digest == built.selftest_digest
         forking.lane("w0").tell(Stop())
         assert forking.wait("w0") == exits.OK
 
@@ -124,7 +124,7 @@ def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(ser
         path = model("rarely_random")
         _, built = holder(forking, path)
         # Nothing shows of it in what is large, and repeats itself.
-        assert (built.canary != "", built.is_template, built.shared_bytes > 4 * MIB) == (True, False, True)
+        assert (built.selftest_digest != "", built.is_template, built.shared_bytes > 4 * MIB) == (True, False, True)
         drawn: Set[bytes] = set()
         for number, name in enumerate(("w1", "w2")):
             _, attached = worker(forking, name, path, built, forking.server)

@@ -29,7 +29,7 @@ def play(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[int,
 
 def test_it_says_what_it_is_answers_until_it_serves_and_ends_with_the_ranks() -> None:
     done: List[str] = []
-    status, script = play(encode(Ping(canary=False)), None, ENTER, serve=lambda: done.append("served"))
+    status, script = play(encode(Ping(run_selftest=False)), None, ENTER, serve=lambda: done.append("served"))
     assert (status, done) == (exits.OK, ["served"])
     hello, *more = script.sent
     assert isinstance(hello, Hello)

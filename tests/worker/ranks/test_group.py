@@ -45,7 +45,7 @@ class Group:
     def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **told: Any) -> None:
         """Start one of them; it may have another name."""
         groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
-        meeting = Meeting(rank, 2, 120, 68, 1, table=str(self.table), group_info=groups, buffer_mib=64)
+        meeting = Meeting(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
         meeting = meeting._replace(**told)
         arguments = ["--role", "rank", "--ranks", meeting.json(), "--sample", str(self.canary)]
         path = model or self.cut.paths[rank]
@@ -127,10 +127,10 @@ def test_from_hello_to_stop(group: Group) -> None:
     assert entered[0].outputs == entered[1].outputs
     group.tell(Warm(8))
     quiet, proven = group.hear(Warmed)
-    assert (quiet.canary, quiet.rows) == ("", None)
-    assert len(proven.canary) == 64
-    assert proven.rows is not None
-    assert (proven.rows.inputs, len(proven.rows.outputs), proven.rows.equal) == (("x",), 1, False)
+    assert (quiet.selftest_digest, quiet.row_support) == ("", None)
+    assert len(proven.selftest_digest) == 64
+    assert proven.row_support is not None
+    assert (proven.row_support.inputs, len(proven.row_support.outputs), proven.row_support.is_equal) == (("x",), 1, False)
     for rows in (1, 3, 2):
         group.ask(X[:rows])
         done, y = group.answers()
@@ -143,7 +143,7 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "sliced", output="sliced")
     np.savez(str(group.canary), x=X[:2], output_0=ranks.whole(X[:2]))
     warmed = group.enter(reply=None)
-    assert all(each.canary for each in warmed)
+    assert all(each.selftest_digest for each in warmed)
     x = np.concatenate([X, X])
     group.ask(x)
     assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
@@ -174,7 +174,7 @@ def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Grou
     said = group.answers()
     assert isinstance(said[0], Warmed)
     assert isinstance(said[1], Broken)
-    assert "the canary's answer is not the known one: output output_0: it is " in said[1].cause
+    assert "the canary's answer is not the known one: output output_0: it is " in said[1].reason
 
 
 def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it_leaves(group: Group) -> None:
@@ -185,7 +185,7 @@ def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=1)
     group.daemon.tell("r1", order, frame_of(X))
     failed, _ = group.daemon.hear("r1", Failed)
-    assert failed.leaving
+    assert failed.is_exiting
     assert "EI0002" in failed.error
     assert group.daemon.stop("r1") == exits.MODEL_CORRUPTED
 
@@ -209,12 +209,12 @@ def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> N
     group.daemon.hear("r0", Hello)
     group.daemon.tell("r0", Enter())
     broken, _ = group.daemon.hear("r0", Broken)
-    assert "none.json" in broken.cause
+    assert "none.json" in broken.reason
     assert group.daemon.stop("r0") == exits.CANNOT_BUILD
     (tmp_path / "junk.mindir").write_bytes(b"junk")
     group.start(1, model=tmp_path / "junk.mindir")
     broken, _ = group.daemon.hear("r1", Broken)
-    assert broken.cause == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
+    assert broken.reason == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
     assert group.daemon.stop("r1") == exits.CANNOT_BUILD
 
 
@@ -224,5 +224,5 @@ def test_a_port_that_another_process_has_may_come_free(group: Group) -> None:
     group.daemon.hear("late", Hello)
     group.daemon.tell("late", Enter())
     broken, _ = group.daemon.hear("late", Broken)
-    assert broken.no_room
-    assert "EI0019" in broken.cause
+    assert broken.is_out_of_memory
+    assert "EI0019" in broken.reason

@@ -186,11 +186,11 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
 
     _, script = play(fake(mine), ENTER, encode(Warm(8)), STOP, rank=rank, reply=None)
     warmed = only(Warmed, script)
-    assert warmed.canary == canary.from_answers(CASES, [mine({"x": X})]).digest
+    assert warmed.selftest_digest == canary.from_answers(CASES, [mine({"x": X})]).digest
     note = "each rank answers with rows of its own: requests are neither put together nor cut"
-    assert warmed.rows == Rows(("x",), (), equal=False, note=note)
+    assert warmed.row_support == Rows(("x",), (), is_equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
-    assert only(Broken, script).cause.startswith("the canary's answer is not the known one: output y: ")
+    assert only(Broken, script).reason.startswith("the canary's answer is not the known one: output y: ")
 
 
 @pytest.mark.parametrize("shape", [(3, 3), ()])
@@ -198,7 +198,7 @@ def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tu
     path = npz(x=X, y=np.zeros(shape, np.float32))
     _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
     expected = f"canary: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
-    assert only(Broken, script).cause == expected
+    assert only(Broken, script).reason == expected
 
 
 NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
@@ -216,18 +216,18 @@ NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is fin
 def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
     assert status == exits.CANNOT_BUILD
-    assert only(Broken, script).cause == f"the canary's answer is not the known one: output y: {problem}"
+    assert only(Broken, script).reason == f"the canary's answer is not the known one: output y: {problem}"
     assert kinds(script) == ["Hello", "Entered", "Broken"]
 
 
 def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
     _, script = play(fake(sequence(X * 2 + np.float32(0.005))), ENTER, WARM, STOP, tolerance=0.001)
-    assert only(Warmed, script).canary
+    assert only(Warmed, script).selftest_digest
 
 
 def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
     _, script = play(fake(lambda _: {"z": X}), ENTER, WARM, STOP)
-    assert only(Broken, script).cause == "canary: expected outputs y, got z"
+    assert only(Broken, script).reason == "canary: expected outputs y, got z"
 
 
 def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
@@ -235,10 +235,10 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     status, script = play(fake(), ENTER, WARM, STOP, canary=path)
     assert status == exits.CANNOT_BUILD
     expected = f"canary: {path}: expected arrays x, y, the inputs and the right outputs, got x"
-    assert only(Broken, script).cause == expected
+    assert only(Broken, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
     _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)
-    assert "x is an input and an output" in only(Broken, script).cause
+    assert "x is an input and an output" in only(Broken, script).reason
 
 
 @pytest.mark.parametrize(("step", "orders"), [("enter", [ENTER]), ("load", [ENTER]), ("predict", [ENTER, WARM])])
@@ -246,9 +246,9 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     ("error", "told", "expected"),
     [
         (BuildError("the others have not come"), Broken("the others have not come"), exits.CANNOT_BUILD),
-        (NoRoom("the card is full"), Broken("the card is full", no_room=True), exits.CANNOT_BUILD),
+        (NoRoom("the card is full"), Broken("the card is full", is_out_of_memory=True), exits.CANNOT_BUILD),
         (Spoilt("Launch kernel failed"), Broken("Launch kernel failed"), exits.CANNOT_BUILD),
-        (MemoryError("x"), Broken("MemoryError: x", transient=True), exits.FAILED),
+        (MemoryError("x"), Broken("MemoryError: x", is_transient=True), exits.FAILED),
     ],
 )
 def test_what_fails_on_the_way_is_told(
@@ -260,14 +260,14 @@ def test_what_fails_on_the_way_is_told(
 
 def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
     engine = fake()
-    status, script = play(engine, ENTER, WARM, encode(Ping(canary=True)), encode(Settle()), STOP)
+    status, script = play(engine, ENTER, WARM, encode(Ping(run_selftest=True)), encode(Settle()), STOP)
     assert (status, only(Pong, script)) == (exits.OK, Pong())
     assert engine.done.count("predict") == 1
 
 
 def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
     _, script = play(fake(), encode(Attach("", ())), STOP)
-    assert only(Broken, script).cause == "type: expected what a rank is told, got attach"
+    assert only(Broken, script).reason == "type: expected what a rank is told, got attach"
     with pytest.raises(RemoteProtocolError, match="expected no skip: what one rank runs, all run"):
         play(fake(), encode(Skip(1)))
 
@@ -280,14 +280,14 @@ def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play:
     _, script = play(engine, ENTER, encode(Warm(8)), STOP)
     assert np.array_equal(engine.received_inputs[1]["x"], np.concatenate([X, X]))
     note = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
-    assert only(Warmed, script).rows == Rows(("x",), ("y",), equal=False, note=note)
+    assert only(Warmed, script).row_support == Rows(("x",), ("y",), is_equal=False, note=note)
 
 
 def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     _, script = play(engine, ENTER, encode(Warm(8)), STOP, rank=0)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
-    assert only(Warmed, script).rows is None
+    assert only(Warmed, script).row_support is None
     # Also one whose answer is wrong: the others would wait for it.
     engine = fake(lambda inputs: {"y": inputs["x"]})
     _, script = play(engine, ENTER, encode(Warm(8)), STOP)
@@ -325,7 +325,7 @@ def test_why_there_are_no_rows_is_told(
     note: str,
 ) -> None:
     _, script = play(fake(sequence(*answers), signature), ENTER, encode(Warm(8, sizes)), STOP)
-    assert only(Warmed, script).rows == Rows(inputs, (), equal=False, note=note)
+    assert only(Warmed, script).row_support == Rows(inputs, (), is_equal=False, note=note)
 
 
 # --- in step --------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
     engine = fake(sequence(X * 2, Refused("no elements"), X))
     status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
     assert status == exits.OK
-    assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", leaving=False)
+    assert script.sent[3] == Failed(1, "INVALID_ARGUMENT", "no elements", is_exiting=False)
     assert kinds(script)[4:] == ["Result" if rank else "Done"]
 
 
@@ -383,7 +383,7 @@ def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, r
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
         status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
         assert status == exits.MODEL_CORRUPTED
-        assert script.sent[3:] == [Failed(1, "INTERNAL", told, leaving=True)]
+        assert script.sent[3:] == [Failed(1, "INTERNAL", told, is_exiting=True)]
 
 
 def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
@@ -403,7 +403,7 @@ def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> 
     engine = fake(sequence(X * 2, Refused("no"), X))
     status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
     assert (status, engine.done.count("predict")) == (exits.OK, 3)
-    refused = [Failed(number, "INVALID_ARGUMENT", "no", leaving=False) for number in (4, 5)]
+    refused = [Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False) for number in (4, 5)]
     assert script.sent[3:5] == refused
 
 
@@ -413,7 +413,7 @@ def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
     status, script = play(engine, ENTER, WARM, *job, STOP)
     assert (status, engine.done.count("predict")) == (exits.MODEL_CORRUPTED, 2)
     told = "output y has shape [1, 3] for 2 rows"
-    assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, leaving=True)]
+    assert script.sent[3:] == [Failed(4, "INVALID_ARGUMENT", told, is_exiting=True)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -199,9 +199,9 @@ def _run_model_group(connection: Union[Connection, LaneConnection], arguments: a
     try:
         members = Members.from_json(arguments.members)
         group = ModelGroup(
-            arguments.device, members.share, [(each.model, words_of.parse_options(each.options)) for each in members.models]
+            arguments.device, members.sharing, [(each.model, words_of.parse_options(each.options)) for each in members.models]
         )
-        digests = [pinned_digest(Path(each.model), each.pinned) for each in members.models]
+        digests = [pinned_digest(Path(each.model), each.pinned_identity) for each in members.models]
     except (BuildError, ModelFileError) as error:
         return _report_failure(connection, error, exits.CANNOT_BUILD)
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
@@ -225,10 +225,10 @@ def _to_rank_rendezvous(rendezvous: Meeting, arguments: argparse.Namespace) -> R
         arguments.threads,
         rendezvous.host,
         rendezvous.port,
-        rendezvous.table,
+        rendezvous.rank_table,
         rendezvous.group_info,
-        rendezvous.connect_timeout,
-        rendezvous.exec_timeout,
+        rendezvous.connect_timeout_s,
+        rendezvous.exec_timeout_s,
         rendezvous.buffer_mib,
     )
 
@@ -241,6 +241,6 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
 
 
 def _report_failure(connection: Union[Connection, LaneConnection], error: Exception, status: int, prefix: str = "") -> int:
-    connection.send(encode(Broken(clip(f"{prefix}{error}"), transient=is_transient(error))))
+    connection.send(encode(Broken(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
     connection.receive()  # whatever it is: the daemon has read the cause
     return status

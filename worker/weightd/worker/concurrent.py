@@ -106,7 +106,7 @@ class ConcurrentSession(Session):
         results = self._threads.take_results()
         replies: List[Reply] = []
         for told in results:
-            if isinstance(told[0], Failed) and told[0].leaving:
+            if isinstance(told[0], Failed) and told[0].is_exiting:
                 self._fatal_failures.append(told[0])
             else:
                 replies.append(told)

@@ -36,9 +36,9 @@ class Inbox:
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
         elif isinstance(order, Together):
-            if len(order.parties) not in (0, order.parts):
-                raise RemoteProtocolError(f"parties: expected {order.parts}, or none, got {len(order.parties)}")
-            self._open_batch, self._missing_count = order, order.parts
+            if len(order.parties) not in (0, order.items):
+                raise RemoteProtocolError(f"parties: expected {order.items}, or none, got {len(order.parties)}")
+            self._open_batch, self._missing_count = order, order.items
         else:
             self._entries.append((order, tensors))
 

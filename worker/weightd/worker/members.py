@@ -113,7 +113,7 @@ class _ModelPredictors:
         return self._predictor_of([order for order, _ in items]).predict_batch(items, rows, parties)
 
     def _predictor_of(self, orders: Sequence[Predict]) -> Predictor:
-        members = {order.member for order in orders}
+        members = {order.model_index for order in orders}
         if len(members) != 1 or max(members) >= len(self.predictors):
             raise RemoteProtocolError(f"member: expected one below {len(self.predictors)}, got {sorted(members)}")
         self.step = orders[-1].step

@@ -310,7 +310,7 @@ class Predictor:
             return frames
         sizes, left = order.description.sizes, iter(frames)
         copies = {
-            place.tensor: self.regions.read(place.region, place.offset, sizes[place.tensor])
+            place.tensor_index: self.regions.read(place.region, place.offset, sizes[place.tensor_index])
             for place in order.regions.inputs
         }
         return [copies[index] if index in copies else next(left) for index in range(len(sizes))]
@@ -328,8 +328,8 @@ class Predictor:
         specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
         for place in regions.inputs:
-            spec = specs[place.tensor]
-            copy = self.regions.read(place.region, place.offset, sizes[place.tensor])
+            spec = specs[place.tensor_index]
+            copy = self.regions.read(place.region, place.offset, sizes[place.tensor_index])
             inputs[spec.name] = from_frame(spec, copy)
         if frames:
             inputs.update(_to_arrays([spec for spec in specs if spec.name not in inputs], frames))
@@ -339,8 +339,8 @@ class Predictor:
         """Write outputs where there is room for them; return their positions, and the frames of the others."""
         placed: List[int] = []
         for room in regions.outputs:
-            index = room.tensor
-            if index < len(frames) and self.regions.write(frames[index], room.region, room.offset, room.bytes):
+            index = room.tensor_index
+            if index < len(frames) and self.regions.write(frames[index], room.region, room.offset, room.nbytes):
                 placed.append(index)
         if not placed:
             return None, frames

@@ -243,12 +243,12 @@ class Session(Life):
                 clip("; ".join(filter(None, [shared_weights.note, _SHAPE_DEPENDENT if engine.should_rebuild_per_shape else ""]))),
                 engine.memory(),
                 gears=engine.gears,
-                canary_note=clip(reference.note),
+                selftest_note=clip(reference.note),
                 is_loss=shared_weights.has_sharing_failed,
                 is_template=self._template_model is not None,
-                rows=row_support,
-                by_shape=engine.should_rebuild_per_shape,
-                first=first_case or None,
+                row_support=row_support,
+                rebuilds_per_shape=engine.should_rebuild_per_shape,
+                first_shapes=first_case or None,
             )
         )
 
@@ -262,8 +262,8 @@ class Session(Life):
             known: each answer is that of a model that has computed no other shape.
             rebuild: called where a new model is needed.
         """
-        engine, self._failed_cases = self._engine, self._failed_cases or order.unfit
-        largest_case = self._largest_case(reference.cases, order.rows)
+        engine, self._failed_cases = self._engine, self._failed_cases or order.unfit_cases
+        largest_case = self._largest_case(reference.cases, order.max_rows)
         first_case = largest_case or (reference.cases[0] if reference.cases else {})
         extra_run = self._run_extra_case(reference.cases, first_case, rebuild) if reference.digest else None
         engine.should_rebuild_per_shape = False
@@ -345,15 +345,15 @@ class Session(Life):
         return case
 
     def _find_row_support(self, order: Build, reference: canary.Canary, rebuild: Callable[[], None]) -> Optional[Rows]:
-        self._failed_cases = self._failed_cases or order.unfit
-        if self._engine.should_rebuild_per_shape and order.rows > 1:
-            return Rows((), (), equal=False, note=_SHAPE_DEPENDENT)
+        self._failed_cases = self._failed_cases or order.unfit_cases
+        if self._engine.should_rebuild_per_shape and order.max_rows > 1:
+            return Rows((), (), is_equal=False, note=_SHAPE_DEPENDENT)
         row_support = evidence.find_row_support(
             self._engine, order, reference, rebuild, lambda trying: self._announce_selftest(trying, self._failed_cases), self._sample
         )
-        if row_support is None or not row_support.equal or self._tolerance:
+        if row_support is None or not row_support.is_equal or self._tolerance:
             return row_support
-        digest = evidence.rows_digest(self._engine, reference.cases, order.rows, order.sizes, self._sample, row_support.values)
+        digest = evidence.rows_digest(self._engine, reference.cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind)
         return dataclasses.replace(row_support, digest=digest)
 
     def _share_weights(self, reference: canary.Canary, bytes_before: int) -> Shared:
@@ -411,27 +411,27 @@ class Session(Life):
             build = functools.partial(self._build_model, handle=order.handle)
             build()
             self._load_sample()
-            self._compute_first(order.first or {}, build)
-            answer_before = self._run_selftest(order.canary_cases)
+            self._compute_first(order.first_shapes or {}, build)
+            answer_before = self._run_selftest(order.selftest_cases)
             engine.release_cached_memory()
             shared_weights = engine.sharing.attach(order.handle)
             self._handle = order.handle
-            answer = self._run_selftest(order.canary_cases)
+            answer = self._run_selftest(order.selftest_cases)
         else:
             self._load_sample()
-            answer_before = answer = self._run_selftest(order.canary_cases)
+            answer_before = answer = self._run_selftest(order.selftest_cases)
             shared_weights = Shared("", inherited_model.shared_bytes, "")
         reference = self._prefer_holder_answers(answer)
         is_repeatable = canary.difference(answer_before, answer) <= self._tolerance
         self._predictor.verifier = Proof(
             engine, reference if is_repeatable else reference._replace(digest=""), self._sample, self._tolerance
         )
-        case = order.canary_cases[0] if order.canary_cases else None
-        row_support = order.found
+        case = order.selftest_cases[0] if order.selftest_cases else None
+        row_support = order.row_support
         # What the holder has compared is known here, too, if it is known that this is the same: `_differs`.
-        compared_rows = row_support.compared if row_support is not None and (row_support.digest or inherited_model is not None) else 0
-        special_kinds = () if row_support is None else row_support.special
-        self._predictor.configure_batching(order.rows, order.sizes, is_exact=order.exact, case=case, compared_rows=compared_rows, special_kinds=special_kinds)
+        compared_rows = row_support.compared_rows if row_support is not None and (row_support.batch_digest or inherited_model is not None) else 0
+        special_kinds = () if row_support is None else row_support.unequal_specials
+        self._predictor.configure_batching(order.max_rows, order.row_counts, is_exact=order.exact, case=case, compared_rows=compared_rows, special_kinds=special_kinds)
         has_row_difference = self._has_row_difference(order)
         digest = reference.digest
         # What the self-test took is the system's again before this process counts as ready. It is what a predict takes
@@ -447,17 +447,17 @@ class Session(Life):
 
     def _has_row_difference(self, order: Attach) -> bool:
         """Whether the answer to many rows is not the holder's. What was forked from a template has that with it."""
-        row_support = order.found
-        if row_support is None or not row_support.digest or self._origin.inherited_model is not None:
+        row_support = order.row_support
+        if row_support is None or not row_support.batch_digest or self._origin.inherited_model is not None:
             return False
         try:
             digest = evidence.rows_digest(
-                self._engine, order.canary_cases, order.rows, order.sizes, self._sample, row_support.values
+                self._engine, order.selftest_cases, order.max_rows, order.row_counts, self._sample, row_support.row_kind
             )
         except InvalidArgument:
             return True
         self._engine.release_cached_memory()
-        return digest != row_support.digest
+        return digest != row_support.batch_digest
 
     def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
         """Tell what is run next, and wait until it is known: that may be the end of this process."""
@@ -491,9 +491,9 @@ class Session(Life):
             self._engine.sharing.trim_store(self._handle)
 
     def _ping(self, order: Ping) -> None:
-        self._send(Pong(self._predictor.verifier.current_digest() if order.canary and self._predictor.verifier is not None else ""))
+        self._send(Pong(self._predictor.verifier.current_digest() if order.run_selftest and self._predictor.verifier is not None else ""))
 
 
 def _can_batch(row_support: Rows, is_exact: bool) -> bool:
     """Return whether requests share a predict, after what was found of the model's rows."""
-    return bool(row_support.inputs) and (row_support.equal or not is_exact)
+    return bool(row_support.inputs) and (row_support.is_equal or not is_exact)

@@ -510,7 +510,7 @@ class Backend:
 
 
 def _with_limit_hint(broken: Broken) -> Broken:
-    return dataclasses.replace(broken, cause=clip(with_limit_hint(broken.cause)))
+    return dataclasses.replace(broken, cause=clip(with_limit_hint(broken.reason)))
 
 
 def _protocol_failure(error: RemoteProtocolError) -> Broken:

@@ -109,7 +109,7 @@ def worker_program(config: ModelConfig, generation: Life, snapshot: Snapshot, de
         options=config.engine_options.to_json(),
         weights=snapshot.weights,
         sample=snapshot.sample,
-        tolerance=config.canary_tolerance,
+        tolerance=config.selftest_tolerance,
         spawn_reason=_spawn_reason(config),
         can_be_template=generation.spec.can_fork_from_holder,
         snapshot_identity=f"{snapshot.identity}:{snapshot.sha256}" if snapshot.identity else "",

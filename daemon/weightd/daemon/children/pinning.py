@@ -157,7 +157,7 @@ def _models_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -
 def _extra_files_to_copy(config: ModelConfig, source: Source, files: SnapshotFiles) -> list[tuple[str, Path]]:
     """Return further files, and their copies."""
     ranks = config.ranks
-    pairs = [(source.weights, files.weights), (canary.inputs_path(config.canary), files.sample)]
+    pairs = [(source.weights, files.weights), (canary.inputs_path(config.selftest), files.sample)]
     if ranks is not None:
         pairs += [(ranks.group_info_path(rank), files.group_info(rank)) for rank in range(ranks.size)]
         pairs += [(ranks.rank_table_path(group), files.rank_table(group)) for group in range(len(ranks.groups))]

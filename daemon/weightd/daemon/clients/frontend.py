@@ -228,7 +228,7 @@ class Frontend:
         self._on_request_end(request)
         self._send(
             request.client,
-            InferResponse(request.id, result.description, result.placed, request.may_still_write or None),
+            InferResponse(request.id, result.description, result.shared_outputs, request.may_still_write or None),
             frames,
         )
 

@@ -107,16 +107,16 @@ class Registry:
 
     def _locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> Places:
         client_regions = self._by_client.get(client, {})
-        output_tensors = [each.tensor for each in regions.outputs]
+        output_tensors = [each.tensor_index for each in regions.outputs]
         if len({*output_tensors}) < len(output_tensors):
             raise InvalidArgument(f"parameters.regions.outputs: a tensor is given twice in {output_tensors}")
         return Places(
             {
-                each.tensor: _locate_tensor(client_regions, each, inputs[each.tensor].nbytes, f"inputs[{index}]")
+                each.tensor_index: _locate_tensor(client_regions, each, inputs[each.tensor_index].nbytes, f"inputs[{index}]")
                 for index, each in enumerate(regions.inputs)
             },
             {
-                each.tensor: _locate_tensor(client_regions, each, each.bytes, f"outputs[{index}]")
+                each.tensor_index: _locate_tensor(client_regions, each, each.nbytes, f"outputs[{index}]")
                 for index, each in enumerate(regions.outputs)
             },
         )

@@ -88,7 +88,7 @@ def _file_problems(model: ModelConfig) -> Iterator[str]:
 def _other_problems(
     model: ModelConfig, probe_results: dict[tuple[str, ...], str], *, is_member: bool, runs_interpreters: bool
 ) -> Iterator[str]:
-    inputs_path = canary_config.inputs_path(model.canary)
+    inputs_path = canary_config.inputs_path(model.selftest)
     problem = slices.unreadable_reason(inputs_path) if inputs_path else ""
     if problem:
         yield f"canary: {inputs_path}: {problem}"

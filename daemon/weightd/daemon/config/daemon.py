@@ -62,7 +62,7 @@ class DaemonConfig:
     accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
     """Seconds after which the log has a line for each tenant that has asked anything meanwhile. 0: none."""
 
-    max_job_s: float = field(default=0.1, metadata=number(MAX_SECONDS))
+    max_batch_seconds: float = field(default=0.1, metadata=number(MAX_SECONDS))
     """Seconds that one predict of many rows may take, about, while another tenant asks: less has nobody wait for long,
     more makes better use of a device. Requests that cannot be split and are expected to take longer do not take the
     last free worker of a model, unless those of the other tenants take about as long."""
@@ -138,7 +138,7 @@ def complete_daemon(
     problems.add(_check_socket(socket, allowed_sockets), "socket", "runtime_dir")
     problems.add(_check_max_memory(config.max_memory_bytes), "max_memory_bytes")
     problems.add(_check_accounting_interval(config.accounting_interval), "accounting_interval")
-    problems.add(_check_max_batch_time(config.max_job_s), "max_job_s")
+    problems.add(_check_max_batch_time(config.max_batch_seconds), "max_job_s")
     problems.add(_check_metrics(config.metrics), "metrics")
     return complete
 

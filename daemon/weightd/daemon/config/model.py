@@ -99,17 +99,17 @@ class ModelConfig:
     """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
     pinged. Longer than the longest predict."""
 
-    canary: SelfTestSetting = field(default=canary_config.AUTO, metadata=canary_config.field_metadata())
+    selftest: SelfTestSetting = field(default=canary_config.AUTO, metadata=canary_config.field_metadata())
     """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
     table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
     nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
     predict is not shared."""
 
-    canary_tolerance: float = field(default=0.0, metadata=number(1.0))
+    selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
     """How far answers to the canary may be apart, as a share of the largest value of that output, for a model that does
     not repeat itself to the last bit. Default: 0, not at all."""
 
-    canary_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
+    selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
     """Seconds after which each worker runs the canary again, and is replaced if its answer is wrong. 0: never."""
 
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
@@ -219,7 +219,7 @@ def complete_model(
     problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
         problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
-    inputs_path = canary_config.inputs_path(config.canary)
+    inputs_path = canary_config.inputs_path(config.selftest)
     # A name without a slash is a command of the PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
@@ -233,7 +233,7 @@ def complete_model(
             cores.format_cpulist(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
         ),
         mindspore_lite=config.mindspore_lite.resolve_paths(base),
-        canary=str(base / inputs_path) if inputs_path else config.canary,
+        canary=str(base / inputs_path) if inputs_path else config.selftest,
     )
 
 
@@ -354,7 +354,7 @@ def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
-    if config.canary != canary_config.OFF:
+    if config.selftest != canary_config.OFF:
         return
     for key in ("canary_tolerance", "canary_interval"):
         if getattr(config, key):

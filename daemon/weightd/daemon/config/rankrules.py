@@ -124,12 +124,12 @@ def _check_engine_options(config: ModelConfig, ranks: Ranks) -> Iterator[FieldEr
 
 def _check_selftest(config: ModelConfig, ranks: Ranks) -> Iterator[FieldError]:
     del ranks
-    if not canary_config.inputs_path(config.canary):
+    if not canary_config.inputs_path(config.selftest):
         reason = "ranks that have the same wrong slice agree on a wrong answer"
         yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
             ".canary"
         )
-    if config.canary_interval:
+    if config.selftest_interval:
         text = "ranks run the canary when they start: later all would have to run it at once, among the requests"
         yield FieldError(text).at(".canary_interval")
 

@@ -134,7 +134,7 @@ def _have_equal_content(one: Model, other: Model) -> bool:
 
 
 def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
-    path = canary_config.inputs_path(model.canary)
+    path = canary_config.inputs_path(model.selftest)
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [each.removesuffix(_ARRAY_SUFFIX) for each in archive.namelist()]

@@ -92,5 +92,5 @@ def _check_sources(model: ModelRecord, path: str) -> None:
     ]:
         if number not in known_numbers:
             raise FieldError(f"expected the number of one of its sources, got {number}").at(f"{path}.{what}")
-    if len(model.made) != 2:
-        raise FieldError(f"expected two numbers, got {len(model.made)}").at(f"{path}.made")
+    if len(model.last_ids) != 2:
+        raise FieldError(f"expected two numbers, got {len(model.last_ids)}").at(f"{path}.made")

@@ -33,7 +33,7 @@ def signature_mismatch(signatures: Mapping[str, Slice | Entered | Member]) -> st
 def unverified_rank(selftests: Mapping[int, Warmed], spec: RankTerms) -> str:
     """Return which of the ranks that answer has compared nothing with the known answer, or ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
-        if not selftests[rank].canary:
+        if not selftests[rank].selftest_digest:
             return f"rank {rank} answers requests, and has compared nothing with the canary's known answer"
     return ""
 
@@ -42,7 +42,7 @@ def loaded_models(joined: Entered, spec: RankTerms) -> tuple[Built, ...]:
     """Return what a unit has loaded, by its members or as one model; nobody knows yet whether it computes rightly."""
     note = "the ranks have not run it yet"
     models: Sequence[Entered | Member] = [joined] if spec.is_sliced else joined.members
-    return tuple(Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, canary_note=note) for each in models)
+    return tuple(Built("", each.inputs, _joined_outputs(each.outputs, spec), (), "", 0, selftest_note=note) for each in models)
 
 
 def verified_models(built: tuple[Built, ...], selftests: Mapping[int, Warmed], spec: RankTerms) -> tuple[Built, ...]:
@@ -52,11 +52,11 @@ def verified_models(built: tuple[Built, ...], selftests: Mapping[int, Warmed], s
     return tuple(
         replace(
             each,
-            canary_cases=proof.canary_cases if proof.canary else (),
-            canary=proof.canary,
-            canary_note="" if proof.canary else "none was configured",
+            canary_cases=proof.selftest_cases if proof.selftest_digest else (),
+            canary=proof.selftest_digest,
+            canary_note="" if proof.selftest_digest else "none was configured",
             device=selftest.device,
-            rows=selftest.rows,
+            rows=selftest.row_support,
         )
         for each, proof in zip(built, results, strict=True)
     )

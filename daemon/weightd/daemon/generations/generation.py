@@ -70,7 +70,7 @@ class Generation(Life):
         child = self.children.get(name)
         if child is not None and child.state is ChildState.BUILDING:
             self.selftest_search.on_trying_selftest(message)
-            if message.trying:
+            if message.cases:
                 self._actions.append(Send(name, Probe()))
 
     def on_holder_built(self, name: str, built: Built, now: float) -> None:
@@ -78,9 +78,9 @@ class Generation(Life):
         child = self.children.get(name)
         if child is None or child.state is not ChildState.BUILDING or child.hello is None:
             return
-        if self.spec.is_sharing and child.hello.traits.attach_rewrites_weights and not built.canary:
+        if self.spec.is_sharing and child.hello.traits.attach_rewrites_weights and not built.selftest_digest:
             # Nothing else shows that a worker computes on the right weights.
-            reason = f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off"
+            reason = f"no canary: {built.selftest_note}; name an input with the key canary, or set sharing to off"
             self.selftest_search.current_cases = ()
             self.on_process_failed(name, Broken(clip(reason)), now)
             return
@@ -89,8 +89,8 @@ class Generation(Life):
             return
         self.built = built
         self.selftest_search.on_built(built)
-        if not built.canary:
-            self._progress_logger.log(f"no canary: {built.canary_note}")
+        if not built.selftest_digest:
+            self._progress_logger.log(f"no canary: {built.selftest_note}")
         self.require_holder(child)
         self.device_usage.on_built(built.device)
         child.shared_bytes = built.shared_bytes
@@ -122,8 +122,8 @@ class Generation(Life):
                 self.counters.on_batch_mismatch()
                 self._progress_logger.log(f"requests of {', '.join(new_parties.values())} are not put together any more: {note}")
             return
-        if built is not None and built.rows is not None and built.rows.equal:
-            self.built = dataclasses.replace(built, rows=dataclasses.replace(built.rows, equal=False, note=note))
+        if built is not None and built.row_support is not None and built.row_support.is_equal:
+            self.built = dataclasses.replace(built, rows=dataclasses.replace(built.row_support, equal=False, note=note))
             self.counters.on_batch_mismatch()
             self._progress_logger.log(f"requests are not put together any more: {note}")
 
@@ -144,7 +144,7 @@ class Generation(Life):
         child = self.children.get(name)
         if child is None or child.state is not ChildState.ATTACHING or self.built is None:
             return
-        if self.built.canary and attached.canary != self.built.canary:
+        if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.counters.on_selftest_failed()
             self.on_process_failed(name, Broken("the canary's answer is not the holder's: the worker would answer wrongly"), now)
             return
@@ -166,7 +166,7 @@ class Generation(Life):
         child = self.children.get(name)
         if child is None or child.state not in USABLE:
             return
-        loss = Loss(failure.cause, child.state, is_out_of_memory=failure.no_room, is_transient=failure.transient)
+        loss = Loss(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
         self._stop(child, now)
         self._on_loss(child, loss, now)
         self._reconcile(now)

@@ -130,7 +130,7 @@ class Terms:
             sharing=config.sharing != "off",
             outlives_holder=config.holder_loss == "frozen",
             predict_timeout=config.predict_timeout,
-            canary=Canary.from_config(config.canary),
+            canary=Canary.from_config(config.selftest),
             forks_built=config.can_fork_from_holder,
             devices=devices,
             rows=Rows.from_config(config),

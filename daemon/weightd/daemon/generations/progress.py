@@ -109,9 +109,9 @@ class Teller:
 
         That it was not tested is no loss where answers need not be `exact`.
         """
-        if built.rows is not None and built.rows.note:
-            is_loss = is_exact or not built.rows.outputs
-            self.log(f"rows of requests: {built.rows.note}", level=logging.WARNING if is_loss else logging.INFO)
+        if built.row_support is not None and built.row_support.note:
+            is_loss = is_exact or not built.row_support.outputs
+            self.log(f"rows of requests: {built.row_support.note}", level=logging.WARNING if is_loss else logging.INFO)
 
     def log_attached(self, built: Built, attached: Attached, worker: str) -> None:
         """A worker may not have got what the holder has; that there is nothing, the holder has told."""
@@ -130,7 +130,7 @@ def describe_selftest(built: Built | None) -> str:
     """Return what the canary of a model is run on, or why it has none; "" before that is known. For people."""
     if built is None:
         return ""
-    return describe_cases(built.canary_cases) if built.canary else f"none: {built.canary_note}"
+    return describe_cases(built.selftest_cases) if built.selftest_digest else f"none: {built.selftest_note}"
 
 
 def single_attach() -> int:

@@ -29,15 +29,15 @@ def record_generation(generation: Life, seal: SealRecord | None, port: int = 0) 
         number=generation.number,
         source=generation.source.number,
         device=generation.device,
-        sharing=generation.spec.is_sharing,
+        is_sharing=generation.spec.is_sharing,
         sha256=generation.sha256,
-        access=generation.attach_control.persisted_state,
-        closed=generation.attach_control.closed_reason,
+        attach_state=generation.attach_control.persisted_state,
+        attach_closed_reason=generation.attach_control.closed_reason,
         process_bytes=generation.device_usage.process_bytes,
-        serial=generation.processes.started_workers,
+        started_workers=generation.processes.started_workers,
         built=generation.built,
         children=tuple(children),
-        seal=seal,
+        store_fingerprint=seal,
         port=port,
         models=generation.models if isinstance(generation, Unit) else (),
     )
@@ -48,8 +48,8 @@ def resume_generation(label: str, spec: Terms, source: Source, record: Generatio
     generation = Generation(label, spec, record.device, source, record.number)
     generation.sha256, generation.built = record.sha256, record.built
     generation.device_usage.process_bytes = record.process_bytes
-    generation.processes.started_workers = record.serial
-    generation.attach_control.restore(record.access, record.closed)
+    generation.processes.started_workers = record.started_workers
+    generation.attach_control.restore(record.attach_state, record.attach_closed_reason)
     for each in record.children:
         child = generation.processes.add(each.name, Role(each.role), each.device)
         child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note

@@ -55,20 +55,20 @@ class Tries:
 
     def attach_message(self, built: Built) -> Attach:
         """Return what a worker is told, after the holder has `built`."""
-        return Attach(built.handle, built.canary_cases, *self._row_test, built.rows, built.by_shape, built.first)
+        return Attach(built.handle, built.selftest_cases, *self._row_test, built.row_support, built.rebuilds_per_shape, built.first_shapes)
 
     def on_trying_selftest(self, message: Probing) -> None:
         """The holder has said what it tries."""
         # A configured canary comes first.
-        self._has_run = self._has_run or bool(self.current_cases and not message.trying)
-        self.current_cases = message.trying
+        self._has_run = self._has_run or bool(self.current_cases and not message.cases)
+        self.current_cases = message.cases
         if self.spec.should_search:
-            self.spec = replace(self.spec, unfit=message.unfit)
+            self.spec = replace(self.spec, unfit=message.unfit_cases)
 
     def on_built(self, built: Built) -> None:
         """The holder has built, with this canary or none."""
         self.current_cases = ()
-        self.spec = replace(self.spec, cases=built.canary_cases)
+        self.spec = replace(self.spec, cases=built.selftest_cases)
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
         """The holder is lost; return whether that was in a try, and another holder may do better.

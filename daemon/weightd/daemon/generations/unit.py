@@ -130,7 +130,7 @@ class Unit(Life):
                 self._end_group(Cause(unverified))
                 return
             self._set_models(accord.verified_models(self.models, self._selftests, self.group_spec))
-            if self.models[0].rows is not None:
+            if self.models[0].row_support is not None:
                 self._progress_logger.log_row_test(self.models[0], is_exact=self.spec.row_test.is_exact)
             self._start_serving()
         self._log_progress()
@@ -162,8 +162,8 @@ class Unit(Life):
         """A process says that it cannot do what it is for."""
         child = self._find_unkilled(name)
         if child is not None:
-            loss = Loss(failure.cause, child.state, is_out_of_memory=failure.no_room, is_transient=failure.transient)
-            self._on_loss(child, loss, is_consequential=symptoms.is_peer_failure_text(failure.cause))
+            loss = Loss(failure.reason, child.state, is_out_of_memory=failure.is_out_of_memory, is_transient=failure.is_transient)
+            self._on_loss(child, loss, is_consequential=symptoms.is_peer_failure_text(failure.reason))
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
         """A predict of a rank has failed: what the others have sent for it would be taken for the next one's."""

@@ -22,10 +22,10 @@ class MeterFigures:
     queue: BucketFigures = field(metadata=record(BucketFigures))
     compute: BucketFigures = field(metadata=record(BucketFigures))
     rows: BucketFigures = field(metadata=record(BucketFigures))
-    deaths: int = field(metadata=_COUNT)
+    unexpected_exits: int = field(metadata=_COUNT)
     restarts: int = field(metadata=_COUNT)
-    canary_failures: int = field(metadata=_COUNT)
-    mismatches: int = field(metadata=_COUNT)
+    selftest_failures: int = field(metadata=_COUNT)
+    batch_mismatches: int = field(metadata=_COUNT)
 
     @property
     def key(self) -> str:
@@ -73,7 +73,7 @@ class Meters:
             counters.queue.restore(each.queue)
             counters.compute.restore(each.compute)
             counters.rows.restore(each.rows)
-            counters.unexpected_exits += each.deaths
+            counters.unexpected_exits += each.unexpected_exits
             counters.restarts += each.restarts
-            counters.selftest_failures += each.canary_failures
-            counters.batch_mismatches += each.mismatches
+            counters.selftest_failures += each.selftest_failures
+            counters.batch_mismatches += each.batch_mismatches

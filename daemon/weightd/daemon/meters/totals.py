@@ -17,7 +17,7 @@ class TotalFigures:
 
     reloads: int = field(metadata=_COUNT)
     refused_reloads: int = field(metadata=_COUNT)
-    dropped: int = field(metadata=_COUNT)
+    dropped_responses: int = field(metadata=_COUNT)
 
     @property
     def key(self) -> str:
@@ -57,4 +57,4 @@ class Totals:
         for each in records:
             self.reloads += each.reloads
             self.refused_reloads += each.refused_reloads
-            self._restored_dropped += each.dropped
+            self._restored_dropped += each.dropped_responses

@@ -87,17 +87,17 @@ class Crew:
         self, label: str, deployment: Deployment, sources: Mapping[int, Source], record: GenerationRecord, now: float
     ) -> Life | None:
         """Go on with a generation that a daemon before this one has loaded; None if its page store was changed."""
-        spec = deployment.spec if record.sharing else deployment.spec.without_sharing()
+        spec = deployment.spec if record.is_sharing else deployment.spec.without_sharing()
         resume_function = resume_generation if spec.rank_group is None else resume_rank_group
         generation: Life = resume_function(label, spec, sources[record.source], record, now)
-        if not self._process_manager.resume(self._event_handler, generation, record.seal):
+        if not self._process_manager.resume(self._event_handler, generation, record.store_fingerprint):
             _log.error(
                 "%s: loaded anew: the page store was changed while no daemon was there", label, extra=generation.log_extra()
             )
             return None
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
-        if record.built.canary_cases:
-            selftest = dataclasses.replace(spec.selftest, cases=record.built.canary_cases)
+        if record.built.selftest_cases:
+            selftest = dataclasses.replace(spec.selftest, cases=record.built.selftest_cases)
             self._snapshots.set_selftest(generation.source, selftest)
         return generation
 
@@ -140,7 +140,7 @@ class Crew:
             case Broken():
                 if child in generation.ready_workers:
                     # By its own word: what it has is not to blame.
-                    self._dispatcher.on_process_failed(child, message.cause, now)
+                    self._dispatcher.on_process_failed(child, message.reason, now)
                 generation.on_process_failed(child, message, now)
             case _ if isinstance(generation, Generation):
                 self._on_shared_weights_message(child, deployment, generation, message, now)
@@ -280,7 +280,7 @@ class Crew:
 
     def _on_batch_failed(self, child: str, deployment: Deployment, generation: Life, failed: Failed, now: float) -> None:
         reason = self._dispatcher.on_batch_failed(child, failed, now)
-        if failed.leaving:
+        if failed.is_exiting:
             generation.on_leaving(child, now, failed.error)
             self._reconcile_deployment(deployment, now)
         else:
@@ -295,7 +295,7 @@ class Crew:
     def _on_pong(self, child: str, generation: Life, pong: Pong, now: float) -> None:
         self._dispatcher.fault_isolator.watchdog.on_pong(child, now)
         built = generation.built
-        if built is not None and pong.canary and built.canary and pong.canary != built.canary:
+        if built is not None and pong.selftest_digest and built.selftest_digest and pong.selftest_digest != built.selftest_digest:
             generation.counters.on_selftest_failed()
             self.end_process(child, "the canary's answer is not the holder's any more: it would answer wrongly", now)
 

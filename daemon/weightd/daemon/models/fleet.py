@@ -68,7 +68,7 @@ class Fleet:
     def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
         """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
         for record in records:
-            self._id_sequences[record.name] = Numbers(record.made)
+            self._id_sequences[record.name] = Numbers(record.last_ids)
             self.models[record.name] = self._make_named(record.name, record.config)
             self.models[record.name].resume(record, now)
         diff = self.compare(configs)

@@ -80,11 +80,11 @@ class HouseCrew(Crew):
         match message:
             case Failed():
                 self._active_dispatcher(generation).on_batch_failed(child, message, now)
-                if message.leaving:
+                if message.is_exiting:
                     self._release_slots(child)
                     generation.on_leaving(child, now)
             case Broken():
-                self._active_dispatcher(generation).on_process_failed(child, message.cause, now)
+                self._active_dispatcher(generation).on_process_failed(child, message.reason, now)
                 self._release_slots(child)
                 generation.on_process_failed(child, message, now)
             case Hello():

@@ -166,7 +166,7 @@ class Household:
         for member, snapshot in zip(self.members, snapshots, strict=True):
             copy = first_by_path.setdefault(member.config.path, snapshot)
             pinned = f"{copy.identity}:{copy.sha256}" if copy.identity else ""
-            options, tolerance = member.config.engine_options.to_json(), member.config.canary_tolerance
+            options, tolerance = member.config.engine_options.to_json(), member.config.selftest_tolerance
             members.append(ToldMember(copy.path, pinned, options, snapshot.sample, tolerance))
         return Program(
             config.python,

@@ -48,7 +48,7 @@ class PaceFigures:
     """What is written down of a model's pace, for the next daemon."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
-    pace: Pace = field(metadata=record(Pace))
+    speed: Pace = field(metadata=record(Pace))
 
     @property
     def key(self) -> str:

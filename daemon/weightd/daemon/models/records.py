@@ -46,14 +46,14 @@ class SourceRecord:
     number: int = field(metadata=_COUNT)
     path: str = field(metadata=_NAME)
     weights: str = field(metadata=_PATH)
-    snapshot: str = field(metadata=_NAME)
+    snapshot_path: str = field(metadata=_NAME)
     snapshot_weights: str = field(metadata=_PATH)
     sha256: str = field(metadata=_NAME)
     nbytes: int = field(metadata=_COUNT)
-    sample: str = field(default="", metadata=_PATH)
+    selftest_inputs: str = field(default="", metadata=_PATH)
     identity: str = field(default="", metadata=_PATH)
     slices: tuple[SliceRecord, ...] = field(default=(), metadata=list_of(record(SliceRecord), limits.MAX_DEVICES))
-    tables: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, limits.MAX_DEVICES))
+    rank_tables: tuple[str, ...] = field(default=(), metadata=list_of(_NAME, limits.MAX_DEVICES))
     grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
     weights_grant: GrantRecord = field(default=GrantRecord(), metadata=record(GrantRecord))
 
@@ -76,8 +76,8 @@ class SourceRecord:
     def restored_snapshot(self) -> Snapshot:
         """The snapshot."""
         slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
-        fields = self.snapshot, self.snapshot_weights, self.sha256, self.nbytes, self.sample, self.identity
-        return Snapshot(*fields, slices, self.tables)
+        fields = self.snapshot_path, self.snapshot_weights, self.sha256, self.nbytes, self.selftest_inputs, self.identity
+        return Snapshot(*fields, slices, self.rank_tables)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelRecord:
     config: ModelConfig = field(metadata=record(ModelConfig))
     source: int = field(metadata=_COUNT)
     previous: int = field(metadata=_COUNT)
-    made: tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
+    last_ids: tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
     sources: tuple[SourceRecord, ...] = field(metadata=list_of(record(SourceRecord), 2))
     generations: tuple[GenerationRecord, ...] = field(metadata=list_of(record(GenerationRecord), limits.MAX_DEVICES))
 
@@ -113,5 +113,5 @@ class DeviceRecord:
     """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
 
     name: str = field(metadata=_NAME)
-    capacity: int | None = field(default=None, metadata=_COUNT)
-    free: int | None = field(default=None, metadata=_COUNT)
+    capacity_bytes: int | None = field(default=None, metadata=_COUNT)
+    free_bytes: int | None = field(default=None, metadata=_COUNT)

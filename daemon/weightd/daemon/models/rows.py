@@ -12,19 +12,19 @@ from weightd.protocol.messages.findings import Rows
 def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
     """Return what is configured, as far as the generation's holder has found it to be right."""
     built = generation.built
-    row_support = None if built is None else built.rows
+    row_support = None if built is None else built.row_support
     if built is None or row_support is None or not row_support.inputs or not row_support.outputs:
         return NO_BATCHING
     batching, split = config.batching, config.split
-    can_share = (row_support.equal or not batching.exact) and not _inputs_without_rows(generation)
+    can_share = (row_support.is_equal or not batching.exact) and not _inputs_without_rows(generation)
     return RowTerms(
         source_number=generation.source.number,
         inputs=frozenset(row_support.inputs),
         outputs=frozenset(row_support.outputs),
         max_rows=batching.max_rows if can_share else 1,
-        max_split_rows=split.part_rows if row_support.equal or not split.exact else 0,
+        max_split_rows=split.part_rows if row_support.is_equal or not split.exact else 0,
         sizes=batching.sizes,
-        is_exact=row_support.equal,
+        is_exact=row_support.is_equal,
         tested_dims=_tested_dims(built, row_support) if split.exact else None,
         unmerged_parties=frozenset(generation.unmerged_parties),
     )
@@ -32,13 +32,13 @@ def batching_policy(config: ModelConfig, generation: Life) -> RowTerms:
 
 def max_rows(config: ModelConfig, generation: Life) -> int:
     """Return how many rows of several requests share a predict; 0 where this is not configured, or not known yet."""
-    row_support = None if generation.built is None else generation.built.rows
+    row_support = None if generation.built is None else generation.built.row_support
     return 0 if row_support is None or config.batching.max_rows == 1 else batching_policy(config, generation).max_rows
 
 
 def describe_batching(config: ModelConfig, generation: Life) -> str:
     """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
-    row_support = None if generation.built is None else generation.built.rows
+    row_support = None if generation.built is None else generation.built.row_support
     if row_support is None:
         return ""
     policy = batching_policy(config, generation)
@@ -49,7 +49,7 @@ def describe_batching(config: ModelConfig, generation: Life) -> str:
         where = " of the canary's dimensions" if policy.tested_dims is not None and _has_other_free_dims(generation) else ""
         texts.append(f"requests of more than {policy.max_split_rows} rows{where} run in parts")
     if texts:
-        texts.append("tested bit-equal" if row_support.equal else "not tested to be exact")
+        texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
     if config.batching.max_rows > 1:
         texts += [
             f"none share a predict: input {name} has no rows" for name in _inputs_without_rows(generation)[:1] if row_support.inputs
@@ -65,18 +65,18 @@ def describe_batching(config: ModelConfig, generation: Life) -> str:
 
 def _tested_dims(built: Built, row_support: Rows) -> Dims | None:
     """The dimensions with which the holder has run rows together and alone: those of the canary."""
-    if not built.canary_cases:
+    if not built.selftest_cases:
         return None
-    shapes = built.canary_cases[0].items()
+    shapes = built.selftest_cases[0].items()
     return frozenset((name, tuple(shape[1:] if name in row_support.inputs else shape)) for name, shape in shapes)
 
 
 def _inputs_without_rows(generation: Life) -> list[str]:
     """The inputs that have no rows: what one request gives there is not what another does."""
     built = generation.built
-    if built is None or built.rows is None:
+    if built is None or built.row_support is None:
         return []
-    return [each.name for each in built.inputs if each.name not in built.rows.inputs]
+    return [each.name for each in built.inputs if each.name not in built.row_support.inputs]
 
 
 def _has_other_free_dims(generation: Life) -> bool:

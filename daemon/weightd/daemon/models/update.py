@@ -125,7 +125,7 @@ class Updates:
         self._update_sink.reply_updated(
             rollout.client,
             UpdateResponse(
-                rollout.request_id, self._name, generation_numbers, current.path, current.weights, configured=self._config.path
+                rollout.request_id, self._name, generation_numbers, current.path, current.weights, configured_path=self._config.path
             ),
         )
 

@@ -41,7 +41,7 @@ class Loading:
     def restore(self, records: Sequence[PaceFigures]) -> None:
         """A daemon before this one has seen this."""
         for each in records:
-            self._remember_speed(each.model, each.pace)
+            self._remember_speed(each.model, each.speed)
 
     def update(self, models: Iterable[Model], now: float) -> None:
         """See how far they are."""

@@ -106,12 +106,12 @@ def build_status(memory_scan: Survey, state: str, uptime_s: float, inputs: Subje
         pss_bytes=sum(memory_scan.pss_bytes(pid) or 0 for pid in inputs.daemon_pids),
         models=tuple(_model_status(model, memory_scan, inputs) for model in inputs.models),
         devices=tuple(_device_status(device) for device in inputs.devices if not is_cpu(device.name)),
-        dropped=inputs.dropped,
+        dropped_responses=inputs.dropped,
         memory=memory_scan.cache.get("group", cgroup.memory),
         note=clip(inputs.config_note),
-        held_bytes=inputs.buffered_bytes,
+        buffered_bytes=inputs.buffered_bytes,
         max_memory_bytes=inputs.max_buffered_bytes,
-        gates=tuple(
+        zmq_proxies=tuple(
             GateStatus(each.name, clip(each.address), each.pid, each.peers, each.restarts, memory_scan.pss_bytes(each.pid))
             for each in inputs.zmq_proxies
         ),
@@ -135,7 +135,7 @@ def _model_status(model: Model, memory_scan: Survey, inputs: Subject) -> ModelSt
         ),
         p50_us=model.dispatcher.latencies.percentile_us(50),
         p99_us=model.dispatcher.latencies.percentile_us(99),
-        deaths=model.deaths,
+        unexpected_exits=model.deaths,
         quarantined=model.dispatcher.fault_isolator.quarantine.count(clock.now()),
         note=clip(_model_note(model)),
         weights=clip(model.source.weights),
@@ -177,17 +177,17 @@ def _generation_status(
         device=generation.device,
         state=generation.state.display_name,
         progress=_progress_text(generation, progress),
-        cause=clip(generation.cause),
+        reason=clip(generation.cause),
         sha256=generation.sha256,
         copy_bytes=copy_bytes,
         # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
         saved_bytes=None if copy_bytes is None else max(0, shared_bytes - copy_bytes) if copy_bytes else 0,
-        canary=clip(describe_selftest(_find_built(model, generation))),
+        selftest=clip(describe_selftest(_find_built(model, generation))),
         processes=tuple(_process_status(model, generation, child, processes[child.name].pid, memory_scan) for child in children),
         note=clip(generation.built.note) if generation.built is not None else "",
-        rows=clip(rows.describe_batching(model.config, generation)),
-        done=progress.fraction_done,
-        left_s=progress.remaining_s,
+        batching_note=clip(rows.describe_batching(model.config, generation)),
+        load_fraction=progress.fraction_done,
+        remaining_s=progress.remaining_s,
         max_rows=rows.max_rows(model.config, generation),
     )
 
@@ -222,7 +222,7 @@ def _process_status(model: Model, generation: Life, child: Child, pid: int, memo
         pss_bytes=memory_scan.pss_bytes(pid),
         shared_bytes=child.shared_bytes,
         note=clip(child.note),
-        own_bytes=memory_scan.private_bytes(pid),
+        private_bytes=memory_scan.private_bytes(pid),
         anonymous_bytes=memory_scan.anonymous_bytes(pid),
         origin=hello.origin if hello is not None else None,
         origin_note=clip(hello.origin_note) if hello is not None else "",

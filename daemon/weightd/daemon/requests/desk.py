@@ -290,23 +290,23 @@ class Desk:
         Who leaves has lost what it had. Return as `result` does.
         """
         if self._has_lockstep and (lockstep := self.scheduler.slots.lockstep_of(process)) is not None:
-            outcome = Breach(f"{process}: {failed.error}") if failed.leaving else lockstep.on_failed(process, failed)
+            outcome = Breach(f"{process}: {failed.error}") if failed.is_exiting else lockstep.on_failed(process, failed)
             return self._on_outcome(process, failed.request, outcome, now)
         self.fault_isolator.watchdog.on_message(process, now)
         self._notify_released(self.output_leases.release(process, failed.request))
         slot = self.scheduler.slots.slot_of(process)
-        if failed.leaving:
+        if failed.is_exiting:
             self.fault_isolator.on_leaving(process, failed.request, now)
             if slot is not None:
                 slot.on_lost()
         batch = slot.batch_of(failed.request) if slot is not None else None
-        if batch is not None and failed.leaving and batch.single_request is None:
+        if batch is not None and failed.is_exiting and batch.single_request is None:
             batch.isolate_requests()
         else:
             item = self.scheduler.slots.finish(process, failed.request, now)
             if item is not None:
                 self.fail_request(item.request, request_error(failed.code, failed.error))
-        if failed.leaving:
+        if failed.is_exiting:
             self.scheduler.release_slot(process)
         else:
             self.dispatch(now)
@@ -641,8 +641,8 @@ def _row_limits(config: ModelConfig) -> RowBounds:
 
 def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:
     """Whether answers are known to be those of each request alone; None where each runs alone."""
-    row_support, batching, split = built.rows, config.batching, config.split
+    row_support, batching, split = built.row_support, config.batching, config.split
     if row_support is None or not row_support.inputs or not row_support.outputs:
         return None
     can_differ = (batching.max_rows > 1 and not batching.exact) or (split.part_rows > 0 and not split.exact)
-    return row_support.equal if row_support.equal or can_differ else None
+    return row_support.is_equal if row_support.is_equal or can_differ else None

@@ -124,7 +124,7 @@ class Lockstep:
         has_outputs = self.reply_process in (None, process)
         if not isinstance(report, Failed) and (report is not None) != has_outputs:
             return f"expected {'a result' if has_outputs else 'done'}, got {_describe_report(report)}"
-        if self.reply_process is None and isinstance(report, Answer) and report.result.placed:
+        if self.reply_process is None and isinstance(report, Answer) and report.result.shared_outputs:
             return "expected frames, got outputs where there was no room for them"
         return ""
 

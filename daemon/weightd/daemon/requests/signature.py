@@ -141,7 +141,7 @@ class Signature:
 def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
     """Return a shape for each input that the model runs on, where requests choose any; None if none is known."""
     has_free_dims = any(each.shape is None or -1 in each.shape for each in built.inputs)
-    case_shapes = built.canary_cases[0] if built.canary_cases else {}
+    case_shapes = built.selftest_cases[0] if built.selftest_cases else {}
     shapes = tuple(case_shapes[each.name] for each in built.inputs if each.name in case_shapes)
     is_known = len(shapes) == len(built.inputs) and sum(map(len, shapes)) <= _MAX_DIMS
     return shapes if has_free_dims and is_known else None

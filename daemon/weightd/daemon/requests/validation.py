@@ -88,7 +88,7 @@ def check_rows(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) ->
     Raises:
         InvalidArgument: the text names the input, what was expected and what came.
     """
-    counted = built.rows.inputs if limits.max_rows and built.rows is not None else ()
+    counted = built.row_support.inputs if limits.max_rows and built.row_support is not None else ()
     for tensor in inputs:
         if tensor.name in counted and tensor.shape[0] > limits.max_rows:
             expected = f"expected at most {limits.max_rows} rows ({limits.limit_name} of the model), got {tensor.shape[0]}"
@@ -108,7 +108,7 @@ def check_gears(built: Built, limits: RowBounds, inputs: Sequence[TensorSpec]) -
     """
     if not built.gears:
         return
-    counted = built.rows.inputs if built.rows is not None else ()
+    counted = built.row_support.inputs if built.row_support is not None else ()
     shapes = {
         each.name: (limits.padded_rows(each.shape[0]), *each.shape[1:]) if each.name in counted else each.shape
         for each in inputs

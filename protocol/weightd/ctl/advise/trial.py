@@ -77,5 +77,5 @@ def batching_refusal(status: StatusResponse, model: str) -> str:
     """Return why the daemon, which is configured to batch requests of a model, does not; "" if it does, or is not."""
     for each in status.models:
         if each.name == model:
-            return next((generation.rows for generation in each.generations if generation.max_rows == 1), "")
+            return next((generation.batching_note for generation in each.generations if generation.max_rows == 1), "")
     return ""

@@ -25,7 +25,7 @@ def read_counters(status: StatusResponse, name: str) -> Optional[Counted]:
     """Return what is told of a model; None where there is none, or nothing is told."""
     for model in status.models:
         if model.name == name and model.executions is not None:
-            return Counted(model.served, model.executions.count, model.executions.cut)
+            return Counted(model.served, model.executions.count, model.executions.split)
     return None
 
 

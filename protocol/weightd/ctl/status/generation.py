@@ -34,14 +34,14 @@ def lines_of(generation: GenerationStatus, prefix: str) -> Iterator[str]:
     """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
-    progress_text = progress_text(generation.done, generation.left_s)
+    progress_text = progress_text(generation.load_fraction, generation.remaining_s)
     yield f"  generation {generation.number} on {clean(generation.device)}: {clean(state)}{progress_text and f', {progress_text}'}{sha256}"
-    if generation.cause:
-        yield from paragraph("cause", generation.cause, "    ")
-    if generation.canary:
-        yield from paragraph("canary", generation.canary, "    ")
-    if generation.rows:
-        yield from paragraph("rows", generation.rows, "    ")
+    if generation.reason:
+        yield from paragraph("cause", generation.reason, "    ")
+    if generation.selftest:
+        yield from paragraph("canary", generation.selftest, "    ")
+    if generation.batching_note:
+        yield from paragraph("rows", generation.batching_note, "    ")
     if generation.processes:
         yield from table([_HEADING, *(_row(process, prefix) for process in generation.processes)], _LEFT_COLUMNS, "    ")
     for process in generation.processes:
@@ -106,7 +106,7 @@ def _row(process: ProcessStatus, prefix: str) -> List[str]:
         milliseconds(process.p50_us),
         milliseconds(process.p99_us),
         megabytes(process.pss_bytes),
-        megabytes(process.own_bytes),
+        megabytes(process.private_bytes),
         megabytes(process.shared_bytes) if is_serving else "-",
     ]
 

@@ -40,16 +40,16 @@ def render(response: StatusResponse, total: int) -> str:
         lines += [*_model_lines(model), ""]
     lines += [line for device in response.devices for line in _device_lines(device)]
     lines += tenants.lines_of(response.tenants, [model.name for model in response.models])
-    lines += map(_proxy_line, response.gates)
+    lines += map(_proxy_line, response.zmq_proxies)
     lines += map(_fork_server_line, response.fork_servers)
-    if response.dropped:
-        lines.append(f"{response.dropped:,} answers dropped: their clients were gone, or did not read")
+    if response.dropped_responses:
+        lines.append(f"{response.dropped_responses:,} answers dropped: their clients were gone, or did not read")
     if response.pid:
         lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
     else:
         lines.append("only this tenant's own requests are shown: it may not see the status of others")
-    if response.held_bytes:
-        lines.append(f"kept for clients: {binary(response.held_bytes)} of {binary(response.max_memory_bytes)}")
+    if response.buffered_bytes:
+        lines.append(f"kept for clients: {binary(response.buffered_bytes)} of {binary(response.max_memory_bytes)}")
     if response.memory is not None:
         lines += _memory_limit_line(response.memory)
     return "\n".join(lines)
@@ -64,8 +64,8 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
         counts += f", p50 {milliseconds(model.p50_us)} ms, p99 {milliseconds(model.p99_us)} ms"
     yield f"  {counts}"
     yield from _execution_lines(model)
-    if model.deaths or model.quarantined:
-        yield f"  {count(model.deaths, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
+    if model.unexpected_exits or model.quarantined:
+        yield f"  {count(model.unexpected_exits, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
     if model.retry_s is not None:
         yield f"  next attempt to load it in {model.retry_s:.0f} s"
     if model.note:
@@ -79,18 +79,18 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
 def _execution_lines(model: ModelStatus) -> Iterator[str]:
     """What was run, where that is not simply each request."""
     executions = model.executions
-    if executions is None or not (executions.rows or executions.again):
+    if executions is None or not (executions.rows or executions.retried):
         return
     parts = [count(executions.count, "execution")]
-    if executions.cut:
-        parts.append(f"{count(executions.cut, 'request')} cut")
+    if executions.split:
+        parts.append(f"{count(executions.split, 'request')} cut")
     if executions.padded:
         parts.append(f"{count(executions.padded, 'row')} padded")
-    if executions.again:
-        parts.append(f"{executions.again:,} run again")
+    if executions.retried:
+        parts.append(f"{executions.retried:,} run again")
     yield f"  {', '.join(parts)}"
     if executions.rows:
-        yield f"  executions by rows: {', '.join(f'{_row_range(each.most)}: {each.count:,}' for each in executions.rows)}"
+        yield f"  executions by rows: {', '.join(f'{_row_range(each.max_rows)}: {each.count:,}' for each in executions.rows)}"
 
 
 def _row_range(max_rows: int) -> str:

@@ -63,8 +63,8 @@ def _account_cells(account: AccountStatus) -> List[str]:
         f"{account.in_flight:,}",
         f"{account.queued:,}",
         f"{account.rows:,}",
-        f"{account.seat_seconds:,.1f}",
-        f"{1000 * account.waited_seconds / account.served:,.1f}" if account.served else "-",
+        f"{account.slot_seconds:,.1f}",
+        f"{1000 * account.queue_seconds / account.served:,.1f}" if account.served else "-",
         megabytes(account.bytes_in),
         megabytes(account.bytes_out),
     ]
@@ -80,11 +80,11 @@ def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[
             reasons[reason] = reasons.get(reason, 0) + number
     if reasons:
         yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in sorted(reasons.items()))
-    deaths = sum(each.deaths for each in accounts)
+    deaths = sum(each.unexpected_exits for each in accounts)
     if deaths:
         yield f"{count(deaths, 'worker')} lost to its requests"
-    if tenant.summed:
-        yield f"(other) has {count(tenant.summed, 'model')} for which there is no room"
+    if tenant.merged_accounts:
+        yield f"(other) has {count(tenant.merged_accounts, 'model')} for which there is no room"
 
 
 def _shorten(name: str) -> str:

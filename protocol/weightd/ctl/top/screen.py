@@ -105,7 +105,7 @@ def _poll_status_span(poll_status: Standing) -> Span:
 
 def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[Line]:
     """Yield requests and latency as sparks, memory as bars, which have so much room."""
-    pace = overview.pace
+    pace = overview.throughput
     rate = "-" if pace.rate is None else f"{pace.rate:,.1f}"
     yield _labelled_line("requests", spark([each.rate for each in pace.rate_points], spark_width, glyphs), Style.COPY,
                     f"{rate}/s, {overview.queued:,} queued, {overview.running:,} running")  # fmt: skip
@@ -113,7 +113,7 @@ def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[L
     yield _labelled_line("latency", spark([each.p99_s for each in pace.rate_points], spark_width, glyphs), Style.BESIDE, times)
     if overview.memory is not None:
         yield from _memory(overview.memory, spark_width, glyphs)
-    if not overview.whole:
+    if not overview.is_complete:
         yield text_line("only this tenant's own requests are shown: it may not see the status of others", Style.WEAK)
 
 
@@ -126,10 +126,10 @@ def _time(seconds: float) -> str:
 
 
 def _memory(memory: Memory, width: int, glyphs: Glyphs) -> Iterator[Line]:
-    now, plain = memory.now_bytes, memory.plain_bytes
+    now, plain = memory.total_bytes, memory.plain_bytes
     parts = [
         (memory.copy_bytes, glyphs.copy, Style.COPY),
-        (memory.beside_bytes, glyphs.beside, Style.BESIDE),
+        (memory.private_bytes, glyphs.beside, Style.BESIDE),
         (memory.other_bytes, glyphs.other, Style.OTHER),
     ]
     weights = f", {size(memory.copy_bytes)} of it weights, once" if memory.workers else ""

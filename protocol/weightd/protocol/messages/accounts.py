@@ -27,14 +27,14 @@ class AccountStatus:
     requests: int = field(metadata=_COUNT)
     served: int = field(metadata=_COUNT)
     rows: int = field(metadata=_COUNT)
-    seat_seconds: float = field(metadata=number())
-    waited_seconds: float = field(metadata=number())
+    slot_seconds: float = field(metadata=number())
+    queue_seconds: float = field(metadata=number())
     bytes_in: int = field(metadata=_COUNT)
     bytes_out: int = field(metadata=_COUNT)
     in_flight: int = field(metadata=_COUNT)
     queued: int = field(metadata=_COUNT)
     refused: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
-    deaths: int = field(default=0, metadata=omit_default(_COUNT))
+    unexpected_exits: int = field(default=0, metadata=omit_default(_COUNT))
 
 
 @dataclass(frozen=True)
@@ -49,4 +49,4 @@ class TenantStatus:
     weight: float = field(metadata=number())
     accounts: Tuple[AccountStatus, ...] = field(metadata=list_of(record(AccountStatus), limits.MAX_MODELS + 1))
     share: Optional[float] = field(default=None, metadata=number())
-    summed: int = field(default=0, metadata=omit_default(_COUNT))
+    merged_accounts: int = field(default=0, metadata=omit_default(_COUNT))

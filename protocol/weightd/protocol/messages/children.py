@@ -111,11 +111,11 @@ class Build:
     """
 
     pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
-    search: bool = field(default=True, metadata=boolean())
-    canary_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
-    unfit: SelfTestCases = field(default=(), metadata=_UNFIT_CASES)
-    rows: int = field(default=1, metadata=ROW_COUNT)
-    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    search_selftest: bool = field(default=True, metadata=boolean())
+    selftest_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
+    unfit_cases: SelfTestCases = field(default=(), metadata=_UNFIT_CASES)
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
 
 
@@ -126,8 +126,8 @@ class Probing:
     It goes on when it hears `probe`, so that the daemon knows what it died of. With nothing to try the search is over.
     """
 
-    trying: SelfTestCases = field(metadata=SELFTEST_CASES)
-    unfit: SelfTestCases = field(metadata=_UNFIT_CASES)
+    cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    unfit_cases: SelfTestCases = field(metadata=_UNFIT_CASES)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Built:
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
     outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
-    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    canary: str = field(metadata=DIGEST)
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
@@ -157,15 +157,15 @@ class Built:
     gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
     """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
     or where nobody can tell before it is tried."""
-    canary_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     is_loss: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
-    rows: Optional[Rows] = field(default=None, metadata=record(Rows))
+    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
     """None where it was not to be found out."""
-    by_shape: bool = field(default=False, metadata=boolean())
+    rebuilds_per_shape: bool = field(default=False, metadata=boolean())
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
     that it has computed before."""
-    first: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
+    first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
     """The shape of each input that every worker computes first, which is the largest that it computes without another
     build; None where that does not matter."""
 
@@ -192,14 +192,14 @@ class Attach:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    rows: int = field(default=1, metadata=ROW_COUNT)
-    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
     exact: bool = field(default=True, metadata=boolean())
-    found: Optional[Rows] = field(default=None, metadata=record(Rows))
+    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
     by_shape: bool = field(default=False, metadata=boolean())
     """As in `Built`."""
-    first: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
+    first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
     """As in `Built`."""
 
 
@@ -207,7 +207,7 @@ class Attach:
 class Attached:
     """worker → daemon: the model is built; `canary` as in `Built`, `note` says why nothing is shared."""
 
-    canary: str = field(metadata=DIGEST)
+    selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
@@ -222,9 +222,9 @@ class Broken:
     `transient`: the cause may go away by itself, as a full disk may.
     """
 
-    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    no_room: bool = field(default=False, metadata=boolean())
-    transient: bool = field(default=False, metadata=boolean())
+    reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    is_out_of_memory: bool = field(default=False, metadata=boolean())
+    is_transient: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,12 @@ class Predict:
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
     """Which tensors are in regions that were mapped; none where it is absent."""
     step: int = field(default=0, metadata=omit_default(_STEP))
-    member: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
+    model_index: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
 
     @property
-    def elsewhere(self) -> Tuple[int, ...]:
+    def shared_positions(self) -> Tuple[int, ...]:
         """The positions of the tensors that have no frame."""
-        return () if self.regions is None else tuple([each.tensor for each in self.regions.inputs])
+        return () if self.regions is None else tuple([each.tensor_index for each in self.regions.inputs])
 
 
 @dataclass(frozen=True)
@@ -254,13 +254,13 @@ class Result:
 
     request: int = field(metadata=_REQUEST)
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
-    placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that were written where there was room, and have no frame."""
 
     @property
-    def elsewhere(self) -> Tuple[int, ...]:
+    def shared_positions(self) -> Tuple[int, ...]:
         """The positions of the tensors that have no frame."""
-        return self.placed or ()
+        return self.shared_outputs or ()
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Failed:
     request: int = field(metadata=_REQUEST)
     code: str = field(metadata=one_of(ERRORS))
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    leaving: bool = field(metadata=boolean())
+    is_exiting: bool = field(metadata=boolean())
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class Together:
     answers are the same.
     """
 
-    parts: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
+    items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     parties: Tuple[int, ...] = field(default=(), metadata=omit_default(list_of(_PARTY, limits.MAX_BATCH_ITEMS)))
 
@@ -337,14 +337,14 @@ class Unmap:
 class Ping:
     """daemon → worker: show that you answer; with `canary`, that you answer rightly."""
 
-    canary: bool = field(metadata=boolean())
+    run_selftest: bool = field(metadata=boolean())
 
 
 @dataclass(frozen=True)
 class Pong:
     """worker → daemon: the answer to a `Ping`; `canary` is the digest of what the canary gives now, else ""."""
 
-    canary: str = field(default="", metadata=DIGEST)
+    selftest_digest: str = field(default="", metadata=DIGEST)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class UpdateResponse:
     generations: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_GENERATIONS))
     path: str = field(metadata=text(limits.MAX_PATH_BYTES))
     weights: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    configured: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    configured_path: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
 
 @dataclass(frozen=True)

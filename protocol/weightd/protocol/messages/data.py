@@ -149,10 +149,10 @@ class Infer:
     parameters: Parameters = field(default=NO_PARAMETERS, metadata=record(Parameters))
 
     @property
-    def elsewhere(self) -> Tuple[int, ...]:
+    def shared_positions(self) -> Tuple[int, ...]:
         """The positions of the tensors that have no frame."""
         regions = self.parameters.regions
-        return () if regions is None else tuple([each.tensor for each in regions.inputs])
+        return () if regions is None else tuple([each.tensor_index for each in regions.inputs])
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,15 @@ class InferResponse:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
-    placed: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
+    shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that are where the request has offered room, and have no frame."""
-    running: Optional[bool] = field(default=None, metadata=boolean())
+    may_still_write: Optional[bool] = field(default=None, metadata=boolean())
     """Whether a worker may still write there; `released` follows."""
 
     @property
-    def elsewhere(self) -> Tuple[int, ...]:
+    def shared_positions(self) -> Tuple[int, ...]:
         """The positions of the tensors that have no frame."""
-        return self.placed or ()
+        return self.shared_outputs or ()
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Error:
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     retry_after: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
     """Microseconds after which the same request may succeed; absent where nothing is known of that."""
-    running: Optional[bool] = field(default=None, metadata=boolean())
+    may_still_write: Optional[bool] = field(default=None, metadata=boolean())
     """Whether a worker may still write to where the request has offered room; `released` follows."""
 
 

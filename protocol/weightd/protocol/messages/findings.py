@@ -47,11 +47,11 @@ class Rows:
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
     outputs: Tuple[str, ...] = field(metadata=_NAMES)
-    equal: bool = field(metadata=boolean())
+    is_equal: bool = field(metadata=boolean())
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    digest: str = field(default="", metadata=DIGEST)
-    compared: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
-    values: str = field(default="scaled", metadata=one_of(("scaled", "unscaled", "indices", "permuted", "sample")))
-    special: Tuple[str, ...] = field(
+    batch_digest: str = field(default="", metadata=DIGEST)
+    compared_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
+    row_kind: str = field(default="scaled", metadata=one_of(("scaled", "unscaled", "indices", "permuted", "sample")))
+    unequal_specials: Tuple[str, ...] = field(
         default=(), metadata=omit_default(list_of(one_of(("nan", "infinity", "subnormal", "negative zero")), 4))
     )

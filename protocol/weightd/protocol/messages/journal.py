@@ -61,7 +61,7 @@ class EventsResponse:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     events: Tuple[Event, ...] = field(metadata=list_of(record(Event), limits.MAX_EVENTS))
     last: int = field(metadata=_COUNT)
-    more: int = field(default=0, metadata=_COUNT)
+    remaining: int = field(default=0, metadata=_COUNT)
     missed: int = field(default=0, metadata=_COUNT)
 
 
@@ -88,7 +88,7 @@ class LogTail:
     process: str = field(metadata=text(limits.MAX_NAME_BYTES))
     generation: int = field(metadata=_COUNT)
     size: int = field(metadata=_COUNT)
-    changed: float = field(metadata=_TIME)
+    changed_at: float = field(metadata=_TIME)
     text: str = field(metadata=text(limits.MAX_LOG_BYTES, empty=True))
 
 
@@ -98,4 +98,4 @@ class LogsResponse:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     logs: Tuple[LogTail, ...] = field(metadata=list_of(record(LogTail), limits.MAX_LOGS))
-    left_out: int = field(default=0, metadata=_COUNT)
+    omitted: int = field(default=0, metadata=_COUNT)

@@ -68,15 +68,15 @@ class ModelMetrics:
     running: int = field(metadata=_COUNT)
     processes: Tuple[ProcessCount, ...] = field(metadata=list_of(record(ProcessCount), limits.MAX_PROCESS_COUNTS))
     executions: int = field(metadata=_COUNT)
-    deaths: int = field(metadata=_COUNT)
+    unexpected_exits: int = field(metadata=_COUNT)
     restarts: int = field(metadata=_COUNT)
-    canary_failures: int = field(metadata=_COUNT)
-    mismatches: int = field(metadata=_COUNT)
+    selftest_failures: int = field(metadata=_COUNT)
+    batch_mismatches: int = field(metadata=_COUNT)
     quarantined: int = field(metadata=_COUNT)
     request_seconds: Histogram = field(metadata=record(Histogram))
     queue_seconds: Histogram = field(metadata=record(Histogram))
     compute_seconds: Histogram = field(metadata=record(Histogram))
-    job_rows: Histogram = field(metadata=record(Histogram))
+    batch_rows: Histogram = field(metadata=record(Histogram))
     pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
@@ -88,7 +88,7 @@ class ModelMetrics:
 class ReloadCounts:
     """How often the configuration was read again: with which success."""
 
-    good: int = field(metadata=_COUNT)
+    succeeded: int = field(metadata=_COUNT)
     refused: int = field(metadata=_COUNT)
 
 
@@ -109,8 +109,8 @@ class MetricsResponse:
     rows_bounds: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_BUCKETS))
     models: Tuple[ModelMetrics, ...] = field(metadata=list_of(record(ModelMetrics), limits.MAX_MODELS))
     tenants: Tuple[TenantStatus, ...] = field(metadata=list_of(record(TenantStatus), limits.MAX_TENANTS + 1))
-    held_bytes: int = field(metadata=_COUNT)
+    buffered_bytes: int = field(metadata=_COUNT)
     max_memory_bytes: int = field(metadata=_COUNT)
-    dropped: int = field(metadata=_COUNT)
+    dropped_responses: int = field(metadata=_COUNT)
     reloads: ReloadCounts = field(metadata=record(ReloadCounts))
     pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)

@@ -39,8 +39,8 @@ class Member:
 class Proof:
     """What the canary of one of the models of a process has shown: the digest of its answer, "" where it has none."""
 
-    canary: str = field(metadata=DIGEST)
-    canary_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
+    selftest_digest: str = field(metadata=DIGEST)
+    selftest_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Entered:
 class Warm:
     """daemon → rank: all have entered, and all are told this at once: run the canary. `rows`, `sizes` as in `Build`."""
 
-    rows: int = field(default=1, metadata=ROW_COUNT)
-    sizes: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
+    max_rows: int = field(default=1, metadata=ROW_COUNT)
+    row_counts: Tuple[int, ...] = field(default=(), metadata=ROW_COUNTS)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Warmed:
     inputs. Of a process that has several models `members` has both of each, in their order; then these are empty.
     """
 
-    canary: str = field(metadata=DIGEST)
-    canary_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    rows: Optional[Rows] = field(default=None, metadata=record(Rows))
+    selftest_digest: str = field(metadata=DIGEST)
+    selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    row_support: Optional[Rows] = field(default=None, metadata=record(Rows))
     """None where it was not to be found out."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after that; None on the CPU."""

@@ -22,7 +22,7 @@ POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 class InputPlace:
     """An input that has no frame: it is in a region, from `offset` on. `tensor` is its position in the description."""
 
-    tensor: int = field(metadata=_TENSOR)
+    tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
     offset: int = field(metadata=_BYTES)
 
@@ -31,10 +31,10 @@ class InputPlace:
 class OutputPlace:
     """Where an output may be written, if it has no more than `bytes`. `tensor` is its position in the answer."""
 
-    tensor: int = field(metadata=_TENSOR)
+    tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
     offset: int = field(metadata=_BYTES)
-    bytes: int = field(metadata=_BYTES)
+    nbytes: int = field(metadata=_BYTES)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Regions:
 class MappedInput:
     """An `InputPlace`, for a worker, which knows regions by numbers."""
 
-    tensor: int = field(metadata=_TENSOR)
+    tensor_index: int = field(metadata=_TENSOR)
     region: int = field(metadata=_NUMBER)
     offset: int = field(metadata=_BYTES)
 
@@ -58,10 +58,10 @@ class MappedInput:
 class MappedOutput:
     """An `OutputPlace`, for a worker, which knows regions by numbers."""
 
-    tensor: int = field(metadata=_TENSOR)
+    tensor_index: int = field(metadata=_TENSOR)
     region: int = field(metadata=_NUMBER)
     offset: int = field(metadata=_BYTES)
-    bytes: int = field(metadata=_BYTES)
+    nbytes: int = field(metadata=_BYTES)
 
 
 @dataclass(frozen=True)

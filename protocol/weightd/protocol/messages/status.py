@@ -53,7 +53,7 @@ class ProcessStatus:
     pss_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     shared_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    own_bytes: Optional[int] = field(default=None, metadata=_COUNT)
+    private_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     origin: Optional[str] = field(default=None, metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
@@ -80,16 +80,16 @@ class GenerationStatus:
     device: str = field(metadata=text(limits.MAX_NAME_BYTES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
     progress: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    cause: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
     processes: Tuple[ProcessStatus, ...] = field(metadata=list_of(record(ProcessStatus), limits.MAX_PROCESSES))
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    canary: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    rows: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    done: Optional[float] = field(default=None, metadata=_SHARE)
-    left_s: Optional[float] = field(default=None, metadata=_SECONDS)
+    selftest: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    batching_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    load_fraction: Optional[float] = field(default=None, metadata=_SHARE)
+    remaining_s: Optional[float] = field(default=None, metadata=_SECONDS)
     max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
 
 
@@ -97,7 +97,7 @@ class GenerationStatus:
 class RowsCount:
     """How many executions had so many rows: `most`, or fewer, and more than half of that."""
 
-    most: int = field(metadata=integer(1, limits.MAX_COUNT))
+    max_rows: int = field(metadata=integer(1, limits.MAX_COUNT))
     count: int = field(metadata=_COUNT)
 
 
@@ -113,8 +113,8 @@ class ExecutionsStatus:
     count: int = field(metadata=_COUNT)
     rows: Tuple[RowsCount, ...] = field(default=(), metadata=list_of(record(RowsCount), 64))
     padded: int = field(default=0, metadata=_COUNT)
-    cut: int = field(default=0, metadata=_COUNT)
-    again: int = field(default=0, metadata=_COUNT)
+    split: int = field(default=0, metadata=_COUNT)
+    retried: int = field(default=0, metadata=_COUNT)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ModelStatus:
     generations: Tuple[GenerationStatus, ...] = field(metadata=list_of(record(GenerationStatus), limits.MAX_GENERATIONS))
     p50_us: Optional[float] = field(default=None, metadata=number())
     p99_us: Optional[float] = field(default=None, metadata=number())
-    deaths: int = field(default=0, metadata=_COUNT)
+    unexpected_exits: int = field(default=0, metadata=_COUNT)
     quarantined: int = field(default=0, metadata=_COUNT)
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     weights: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -237,12 +237,12 @@ class StatusResponse:
     pss_bytes: int = field(metadata=_COUNT)
     models: Tuple[ModelStatus, ...] = field(metadata=list_of(record(ModelStatus), limits.MAX_MODELS))
     devices: Tuple[DeviceStatus, ...] = field(default=(), metadata=list_of(record(DeviceStatus), limits.MAX_DEVICES))
-    dropped: int = field(default=0, metadata=_COUNT)
+    dropped_responses: int = field(default=0, metadata=_COUNT)
     memory: Optional[MemoryLimit] = field(default=None, metadata=record(MemoryLimit))
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    held_bytes: int = field(default=0, metadata=_COUNT)
+    buffered_bytes: int = field(default=0, metadata=_COUNT)
     max_memory_bytes: int = field(default=0, metadata=_COUNT)
-    gates: Tuple[GateStatus, ...] = field(default=(), metadata=list_of(record(GateStatus), limits.MAX_LISTENERS))
+    zmq_proxies: Tuple[GateStatus, ...] = field(default=(), metadata=list_of(record(GateStatus), limits.MAX_LISTENERS))
     fork_servers: Tuple[ForkServerStatus, ...] = field(
         default=(), metadata=list_of(record(ForkServerStatus), limits.MAX_MODELS)
     )

@@ -41,15 +41,15 @@ class Memory:
 
     copy_bytes: int
     workers: int
-    beside_bytes: int
+    private_bytes: int
     other_bytes: int
     plain_bytes: int
     processes: int
 
     @property
-    def now_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """What is taken."""
-        return self.copy_bytes + self.beside_bytes + self.other_bytes
+        return self.copy_bytes + self.private_bytes + self.other_bytes
 
 
 def model_memory(model: ModelStatus) -> Optional[Memory]:
@@ -92,7 +92,7 @@ def _generation_memory(generation: GenerationStatus) -> Memory:
     if not is_cpu(generation.device):
         pss_bytes += copy_bytes  # a card's memory is in no process
     copy_bytes = min(copy_bytes, pss_bytes)
-    private_bytes = min(sum(each.own_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
+    private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
     plain_bytes = sum(_private_bytes(each) + (each.shared_bytes or 0) for each in sharing) + unshared_bytes
     return Memory(copy_bytes, len(sharing), private_bytes, pss_bytes - copy_bytes - private_bytes, plain_bytes, running)
@@ -102,7 +102,7 @@ def _private_bytes(worker: ProcessStatus) -> int:
     """What it would have for itself if nothing had been forked."""
     # Weights that were inherited of the template are no file's, those in a page store are.
     weights = worker.shared_bytes if worker.origin == "template" else 0
-    return max(worker.own_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
+    return max(worker.private_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
 
 
 def _sum_memory(memories: Iterable[Memory]) -> Memory:

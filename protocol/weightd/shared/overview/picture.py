@@ -41,13 +41,13 @@ def _model_row(model: ModelMetrics, status: Optional[ModelStatus], throughput: P
         generation=model.generation,
         sha256=model.sha256,
         device="" if generation is None else generation.device,
-        wanted=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
-        workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"),
+        desired_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES),
+        ready_workers=sum(each.count for each in model.processes if each.role in _SERVING_ROLES and each.state == "ready"),
         queued=model.queued,
         running=model.running,
         refused_rate=refused_rate,
-        deaths=model.deaths,
-        pace=throughput,
+        unexpected_exits=model.unexpected_exits,
+        throughput=throughput,
         memory=None if status is None else memory.model_memory(status),
         group="" if status is None else status.group,
     )
@@ -99,7 +99,7 @@ def _process_row(model: str, generation: GenerationStatus, process: ProcessStatu
         p50_s=_seconds(process.p50_us),
         p99_s=_seconds(process.p99_us),
         pss_bytes=process.pss_bytes,
-        own_bytes=process.own_bytes,
+        private_bytes=process.private_bytes,
         shared_bytes=process.shared_bytes,
     )
 
@@ -120,10 +120,10 @@ def tenant_row(status: TenantStatus, windows: Sequence[Window]) -> TenantRow:
         refused_rate=refused_rate,
         in_flight=sum(each.in_flight for each in status.accounts),
         queued=sum(each.queued for each in status.accounts),
-        wait_s=sum(each.waited_seconds for each in status.accounts) / served if served else None,
+        wait_s=sum(each.queue_seconds for each in status.accounts) / served if served else None,
         served=served,
         refused=sum(sum(each.refused.values()) for each in status.accounts),
-        seat_seconds=sum(each.seat_seconds for each in status.accounts),
+        slot_seconds=sum(each.slot_seconds for each in status.accounts),
     )
 
 

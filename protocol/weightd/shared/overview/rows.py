@@ -63,13 +63,13 @@ class ModelRow:
     generation: int
     sha256: str
     device: str
-    wanted: int
-    workers: int
+    desired_workers: int
+    ready_workers: int
     queued: int
     running: int
     refused_rate: Optional[float]
-    deaths: int
-    pace: Pace
+    unexpected_exits: int
+    throughput: Pace
     memory: Optional[Memory]
     group: str
 
@@ -90,7 +90,7 @@ class ProcessRow:
     p50_s: Optional[float]
     p99_s: Optional[float]
     pss_bytes: Optional[int]
-    own_bytes: Optional[int]
+    private_bytes: Optional[int]
     shared_bytes: Optional[int]
 
 
@@ -122,7 +122,7 @@ class TenantRow:
     wait_s: Optional[float]
     served: int
     refused: int
-    seat_seconds: float
+    slot_seconds: float
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class Overview:
     version: str
     state: str
     uptime_s: float
-    whole: bool
+    is_complete: bool
     queued: int
     running: int
-    pace: Pace
+    throughput: Pace
     memory: Optional[Memory]
-    held_bytes: int
-    max_held_bytes: int
+    buffered_bytes: int
+    max_buffered_bytes: int
     models: Tuple[ModelRow, ...]
     processes: Tuple[ProcessRow, ...]
     tenants: Tuple[TenantRow, ...]

@@ -78,7 +78,7 @@ class Scripted(Children):
             sha256 = self._answers.get(f"{name} sha256", "5" * 64)
             return cast("M", Hello(f"1{len(self.happened)}", sha256, {}, traits)), ()
         if self._deaths and told is not None:
-            told(Probing((TRIED,), cast("Build", self.orders[-1][1]).unfit))
+            told(Probing((TRIED,), cast("Build", self.orders[-1][1]).unfit_cases))
             raise self._deaths.pop(0)
         answer = self._answers.get(f"{name} {kind.__name__}", self._answers[kind.__name__])
         if isinstance(answer, ChildError):
@@ -160,7 +160,7 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
     built, _ = trial.load_model(children, Canary(), should_attach=False)
     assert built == BUILT
     builds = [order for _, order in children.orders if isinstance(order, Build)]
-    assert [each.unfit for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
+    assert [each.unfit_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("end holder") + 1 == len(builds)
     children = Scripted(deaths=[Died("killed by SIGSEGV")])
     with pytest.raises(Died, match=r"^killed by SIGSEGV; it ran the canary, x \[1, 4\]$"):

@@ -33,7 +33,7 @@ class Bench:
     """A desk, and a group of two ranks and a broker at a time."""
 
     def __init__(self, terms: RowTerms | None = None) -> None:
-        config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, canary_interval=1.0)
+        config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, selftest_interval=1.0)
         self.desk = Desk("m", config, self, self.order, lambda _: None)
         self.answers: dict[int, str] = {}
         self.orders: list[tuple[str, ChildOrder]] = []
@@ -121,7 +121,7 @@ def hang(bench: Bench, name: str) -> None:
 
 
 def leave(bench: Bench, name: str) -> None:
-    failed = Failed(bench.running(name)[0], "INTERNAL", "launch failed", leaving=True)
+    failed = Failed(bench.running(name)[0], "INTERNAL", "launch failed", is_exiting=True)
     assert bench.desk.on_batch_failed(f"{name}.rank0", failed, bench.now) == f"{name}.rank0: launch failed"
     bench.bury(name)
 
@@ -208,7 +208,7 @@ def test_a_group_is_not_held_against_its_request_where_a_process_was_ended_from_
     for _ in range(4):
         name = bench.load()
         # Rank 0 fails as it has lost the other, and is heard of first.
-        assert bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", leaving=True), bench.now) != ""
+        assert bench.desk.on_batch_failed(f"{name}.rank0", Failed(1, "INTERNAL", "lost", is_exiting=True), bench.now) != ""
         assert request.deaths == 1
         bench.desk.on_exit(f"{name}.{who}", KILL, bench.now)
         bench.desk.on_exit(f"{name}.rank0", KILL, bench.now)
@@ -270,7 +270,7 @@ def test_ranks_are_pinged_and_never_with_the_canary() -> None:
     name = bench.load()
     bench.now += 1000.0
     assert list(bench.desk.ping_idle(bench.now)) == []
-    assert bench.orders == [(f"{name}.rank{each}", Ping(canary=False)) for each in (0, 1)]
+    assert bench.orders == [(f"{name}.rank{each}", Ping(run_selftest=False)) for each in (0, 1)]
     bench.now += 1000.0
     assert list(bench.desk.ping_idle(bench.now)) == [f"{name}.rank0", f"{name}.rank1"]
 
@@ -303,7 +303,7 @@ def test_what_all_ranks_refuse_costs_nothing_but_the_request() -> None:
     name = bench.load()
     for rank in (0, 1):
         assert bench.answers == {}
-        failed = Failed(1, "INVALID_ARGUMENT", "no", leaving=False)
+        failed = Failed(1, "INVALID_ARGUMENT", "no", is_exiting=False)
         assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     assert bench.answers == {1: "INVALID_ARGUMENT: no"}
     assert (bench.running(name), bench.desk.fault_isolator.offenses.has_offenders) == ([2], False)
@@ -317,7 +317,7 @@ def test_what_all_ranks_refuse_of_several_runs_again_each_alone() -> None:
     assert bench.running(name) == [1, 2]
     for number in (1, 2):
         for rank in (0, 1):
-            failed = Failed(number, "INVALID_ARGUMENT", "no", leaving=False)
+            failed = Failed(number, "INVALID_ARGUMENT", "no", is_exiting=False)
             assert bench.desk.on_batch_failed(f"{name}.rank{rank}", failed, bench.now) == ""
     for _ in range(2):
         bench.look()

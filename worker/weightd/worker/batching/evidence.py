@@ -43,16 +43,16 @@ def find_row_support(
     Raises:
         BuildError: it has spoilt the engine, which cannot be rebuilt.
     """
-    if order.rows == 1:
+    if order.max_rows == 1:
         return None
     try:
-        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.sizes)
+        inputs = comparison.inputs_with_rows(engine.signature.inputs, order.row_counts)
         if not reference.cases:
             raise NotTogether(f"there is no canary, by which rows are looked at: {reference.note}")
     except NotTogether as error:
-        return Rows((), (), equal=False, note=clip(str(error)))
+        return Rows((), (), is_equal=False, note=clip(str(error)))
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
-    subject = _make_subject(engine, reference.cases[0], order.rows, order.sizes, sample)
+    subject = _make_subject(engine, reference.cases[0], order.max_rows, order.row_counts, sample)
     is_exact = order.exact and reference.digest != ""
     found = comparison.compare(subject, exact=is_exact, before_run=try_reporter.on_try, on_refused=try_reporter.on_failure)
     try_reporter.finish()
@@ -109,7 +109,7 @@ class _TryReporter:
         self._engine = engine
         self._inputs = inputs
         self._cases = cases
-        self._failed_cases = order.unfit
+        self._failed_cases = order.unfit_cases
         self._rebuild = rebuild
         self._announce = announce
         self._announced: List[int] = []

@@ -77,16 +77,16 @@ def find_selftest(
     if sample is not None:
         shapes = {name: tuple(array.shape) for name, array in sample.items()}
         runs = _run_configured(engine, (shapes,), announce, sample)
-    elif order.search:
+    elif order.search_selftest:
         search = _Search(engine, order, rebuild, announce)
         found = search.find()
         if found is None:
             return Canary((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
         runs = found
-    elif order.canary_cases:
-        runs = _run_configured(engine, order.canary_cases, announce, None)
+    elif order.selftest_cases:
+        runs = _run_configured(engine, order.selftest_cases, announce, None)
     else:
-        return Canary((), "", note=_GIVEN_UP if order.unfit else _OFF)
+        return Canary((), "", note=_GIVEN_UP if order.unfit_cases else _OFF)
     return _assess(*runs, tolerance)
 
 
@@ -128,9 +128,9 @@ def describe_cases(cases: SelfTestCases) -> str:
 
 class _Search:
     def __init__(self, engine: Engine, order: Build, rebuild: Callable[[], None], announce: AnnounceCases) -> None:
-        self.failed_cases: List[SelfTestCase] = list(order.unfit)
+        self.failed_cases: List[SelfTestCase] = list(order.unfit_cases)
         self._engine = engine
-        self._known_cases = order.canary_cases
+        self._known_cases = order.selftest_cases
         self._rebuild = rebuild
         self._announce = announce
 

@@ -109,14 +109,14 @@ class Known:
             return None
         names = self._inputs_with_rows
         if self._row_share.share_count > 1:
-            return Rows(names, (), equal=False, note=_ROWS_ARE_SHARDED)
+            return Rows(names, (), is_equal=False, note=_ROWS_ARE_SHARDED)
         if reason:
-            return Rows(names, (), equal=False, note=clip(reason))
+            return Rows(names, (), is_equal=False, note=clip(reason))
         try:
             outputs = tuple(check_rows(answer, len(batch_inputs[names[0]])))
         except NotTogether as error:
-            return Rows(names, (), equal=False, note=clip(str(error)))
-        return Rows(names, outputs, equal=False, note=_NOT_TESTED)
+            return Rows(names, (), is_equal=False, note=clip(str(error)))
+        return Rows(names, outputs, is_equal=False, note=_NOT_TESTED)
 
     @property
     def _inputs_with_rows(self) -> Tuple[str, ...]:

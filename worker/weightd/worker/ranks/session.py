@@ -103,10 +103,10 @@ class RankSession(Life):
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
-            row_share = Share() if rendezvous.reply is not None else Share(rendezvous.rank, rendezvous.size)
+            row_share = Share() if rendezvous.reply_rank is not None else Share(rendezvous.rank, rendezvous.size)
         reference = Known(rank_inputs.selftest_path, self._signature, row_share, rank_inputs.tolerance)
         answer = self._engine.predict(reference.inputs)
-        batch_inputs, reason = reference.with_other_row_count(order.sizes) if order.rows > 1 else ({}, "")
+        batch_inputs, reason = reference.with_other_row_count(order.row_counts) if order.max_rows > 1 else ({}, "")
         outputs: Arrays = {}
         if batch_inputs:
             try:
@@ -116,7 +116,7 @@ class RankSession(Life):
         digest = reference.digest_of(answer)
         if reference.sharded_inputs:
             self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
-        row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.rows > 1 else None
+        row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.max_rows > 1 else None
         if rendezvous.cores:
             # All threads are there by now. A core that is gone since costs time, and nothing else.
             with contextlib.suppress(OSError):

@@ -169,13 +169,13 @@ class Children:
         while isinstance(message, Probing):
             if on_trying_selftest is not None:
                 on_trying_selftest(message)
-            if message.trying:
+            if message.cases:
                 self.send_order(name, Probe())
             message, frames = self._next_message(name, step)
         if isinstance(message, message_type):
             return message, frames
         if isinstance(message, Broken):
-            raise Refused(f"{name}: {step}: {with_limit_hint(message.cause)}")
+            raise Refused(f"{name}: {step}: {with_limit_hint(message.reason)}")
         if isinstance(message, Failed):
             raise Refused(f"{name}: {step}: {message.error}")
         raise Confused(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")

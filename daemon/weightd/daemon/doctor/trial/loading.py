@@ -64,13 +64,13 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             threads=model.threads,
             sharing=is_shared,
             options=model.engine_options.to_json(),
-            sample=canary_config.inputs_path(model.canary),
-            tolerance=model.canary_tolerance,
+            sample=canary_config.inputs_path(model.selftest),
+            tolerance=model.selftest_tolerance,
             cores=model.cores_of(device),
         )
         with Children(program, model.load_timeout, prefix, Path(store)) as children:
             try:
-                built, attached = trial.load_model(children, Canary.from_config(model.canary), should_attach=not is_cpu(device))
+                built, attached = trial.load_model(children, Canary.from_config(model.selftest), should_attach=not is_cpu(device))
             except ChildError as error:
                 return str(error), ""
         if children.survivors:
@@ -81,10 +81,10 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
 def _evaluate(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
     if must_share and not built.handle:
         return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
-    if must_share and not built.canary:
-        return f"no canary: {built.canary_note}; name an input with the key canary, or set sharing to off", ""
-    if attached is not None and attached.canary != built.canary:
+    if must_share and not built.selftest_digest:
+        return f"no canary: {built.selftest_note}; name an input with the key canary, or set sharing to off", ""
+    if attached is not None and attached.selftest_digest != built.selftest_digest:
         return "a worker does not give the holder's answer", ""
     shared_text = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
-    selftest_text = "" if built.canary else f"no canary: {built.canary_note}"
+    selftest_text = "" if built.selftest_digest else f"no canary: {built.selftest_note}"
     return "", "; ".join(filter(None, (shared_text, built.note, selftest_text)))

@@ -178,14 +178,14 @@ def _build_model(children: Children, pids: tuple[str, ...], selftest: Canary) ->
 
 
 def _attach_worker(children: Children, name: str, built: Built) -> Attached:
-    children.send_order(name, Attach(built.handle, built.canary_cases))
+    children.send_order(name, Attach(built.handle, built.selftest_cases))
     return children.wait_for(name, Attached, "build with the handle")[0]
 
 
 def _attach_new_worker(children: Children, name: str, built: Built, handle: str) -> Attached:
     _start_children(children, name)
     try:
-        children.send_order(name, Attach(handle, built.canary_cases))
+        children.send_order(name, Attach(handle, built.selftest_cases))
         return children.wait_for(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
     finally:
         # Its place and memory are given back before the next step takes some.
@@ -200,9 +200,9 @@ def _allow_new_worker(children: Children) -> Allowed:
 
 def _get_answer(children: Children, built: Built) -> AnswerFrames:
     """Ask the canary, whose answer counts as the same if it is within the tolerance; or what can be made up here."""
-    if built.canary:
-        children.send_order(WORKER, Ping(canary=True))
-        return (children.wait_for(WORKER, Pong, "run the canary")[0].canary.encode(),)
+    if built.selftest_digest:
+        children.send_order(WORKER, Ping(run_selftest=True))
+        return (children.wait_for(WORKER, Pong, "run the canary")[0].selftest_digest.encode(),)
     specs, frames = make_inputs(built)
     children.send_order(WORKER, Predict(0, RequestDescription("trial", specs)), frames)
     return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, Result, "predict")[1])
@@ -217,7 +217,7 @@ _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 
 def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
     """Return an input of the model, of a shape that it is known to run with."""
-    case = built.canary_cases[0] if built.canary_cases else {}
+    case = built.selftest_cases[0] if built.selftest_cases else {}
     specs = tuple(_tensor_spec(each, case) for each in built.inputs)
     return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]
 

@@ -104,14 +104,14 @@ def _check_attach(attached: ChildError | None) -> Finding:
 
 
 def _check_answer(built: Built, attached: Attached) -> Finding:
-    if not built.canary:
+    if not built.selftest_digest:
         # As `serve` says it.
-        found = f"no canary: {built.canary_note}: nothing else shows that a worker computes on the right weights"
+        found = f"no canary: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
         return failed(ANSWER, found, "name an input with the key canary, or set sharing to off")
-    if built.canary != attached.canary:
-        found = f"holder {built.canary[:12]}, worker {attached.canary[:12]}"
+    if built.selftest_digest != attached.selftest_digest:
+        found = f"holder {built.selftest_digest[:12]}, worker {attached.selftest_digest[:12]}"
         return failed(ANSWER, found, "do not share this model: the worker computes something else")
-    return passed(ANSWER, f"holder and worker give {built.canary[:12]}")
+    return passed(ANSWER, f"holder and worker give {built.selftest_digest[:12]}")
 
 
 def _check_memory(report: Trial, built: Built, attached: Attached, free_bytes_before: int | None) -> Finding:
@@ -188,7 +188,7 @@ def _check_holder_exit(report: Trial, built: Built) -> Finding:
 
 
 def _check_same_answer(name: str, attached: Attached, built: Built, found: str) -> Finding:
-    if attached.canary == built.canary:
+    if attached.selftest_digest == built.selftest_digest:
         return passed(name, found)
     return failed(name, f"{found}, but gives another answer", "do not share this model: that worker is wrong")
 

@@ -73,7 +73,7 @@ class Guard:
         self.offenses = Suspects()
         self.client_log = ClientLog()
         self.watchdog = Watchdog(
-            config.watchdog, config.canary_interval, _SELFTEST_TIMEOUT_FACTOR * config.predict_timeout, schedule_by
+            config.watchdog, config.selftest_interval, _SELFTEST_TIMEOUT_FACTOR * config.predict_timeout, schedule_by
         )
         self._predict_timeout = config.predict_timeout
         self._scheduler = scheduler
@@ -238,8 +238,8 @@ class Guard:
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
         due = self.watchdog.take_due(now, self._scheduler.slots.is_busy)
-        yield from ((process, Ping(canary=False)) for process in due.pings)
-        yield from ((process, Ping(canary=True)) for process in due.selftests)
+        yield from ((process, Ping(run_selftest=False)) for process in due.pings)
+        yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
         yield from ((process, None) for process in due.unresponsive)
 
     # --- within -------------------------------------------------------------------------------------------------

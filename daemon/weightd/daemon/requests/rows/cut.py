@@ -105,7 +105,7 @@ class Cut:
         Raises:
             RequestError: the answers cannot be put together.
         """
-        placed, remaining_frames = result.placed or (), iter(frames)
+        placed, remaining_frames = result.shared_outputs or (), iter(frames)
         if not self._output_locations.keys() >= {*placed}:
             raise Internal(f"outputs {list(placed)} of a part: expected frames where there was no room, got none")
         # Frames may be views of what is received into next.
